@@ -55,7 +55,7 @@ except KeyboardInterrupt:
     sys.exit(130)"""
 """`python -m pip`, which says nothing of an interrupt while it imports."""
 COMPLETE = "bundle.json"
-"""Written last: a folder without it is no bundle."""
+"""Written last: a folder without it is not a bundle."""
 CODE = "crossfed"
 FILES = ("pyproject.toml", "constraints.txt", "LICENSE")
 
@@ -152,7 +152,7 @@ def ask_index(index: str, *, seconds: float = ANSWER_SECONDS) -> None:
             pass
     except urllib.error.HTTPError:
         pass  # it answers: some indices list nothing at their root
-    except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a port that is no number
+    except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a port that is not a number
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLError):
             return  # pip has certificates of its own settings
@@ -203,7 +203,7 @@ def check_place(out: Path) -> None:
 def check_code(target: Path) -> None:
     """Raise `InputError` where something else than an earlier bundle's code lies at `target`, which is replaced.
 
-    A facility's own home is called `crossfed`, too, unless it is told otherwise.
+    A facility's own home is called `crossfed`, too, unless it is set otherwise.
     """
     if not os.path.lexists(target):
         return
@@ -211,7 +211,7 @@ def check_code(target: Path) -> None:
     others = {path.name for path in target.iterdir()} - {"facility", "templates", *FILES} if plain else {"no folder"}
     if others:
         raise InputError(
-            f"{target} is no code of an earlier bundle (there is {', '.join(sorted(others)[:3])}), and would be "
+            f"{target} is not the code of an earlier bundle (there is {', '.join(sorted(others)[:3])}), and would be "
             "replaced: choose another --out"
         )
 

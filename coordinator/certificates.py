@@ -38,9 +38,9 @@ def certificate_ends(deployment: Deployment) -> list[datetime]:
     beside = [f"{Path(deployment.key).expanduser()}-cert.pub"] if deployment.key else []
     files = [one for one in beside or certificates_of(deployment.host, deployment.user) if Path(one).is_file()]
     if deployment.key or files:
-        return [end for file in files for end in read_ends(_said(["ssh-keygen", "-L", "-f", file]))]
-    held = [line for line in _said(["ssh-add", "-L"]).splitlines() if "-cert-v01@openssh.com " in line]
-    return read_ends(_said(["ssh-keygen", "-L", "-f", "-"], "\n".join(held) + "\n")) if held else []
+        return [end for file in files for end in read_ends(_output_of(["ssh-keygen", "-L", "-f", file]))]
+    held = [line for line in _output_of(["ssh-add", "-L"]).splitlines() if "-cert-v01@openssh.com " in line]
+    return read_ends(_output_of(["ssh-keygen", "-L", "-f", "-"], "\n".join(held) + "\n")) if held else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def certificates_watched(
         end.set()
 
 
-def _said(words: list[str], given: str = "") -> str:
+def _output_of(words: list[str], given: str = "") -> str:
     """What the command prints; '' where it fails or does not exist."""
     try:
         result = subprocess.run(

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-TOLD_SECONDS = 10.0
+REPORT_SECONDS = 10.0
 """Between two lines of a command that has nothing else to say."""
 SAME = 3
 """As many of these times between two lines that are alike: a log should not fill with one sentence."""
@@ -30,7 +30,7 @@ class SentenceConsole(Console):
 def command_console(width: int, stream: TextIO | None = None) -> Console:
     """A console on `stream`, else on standard output; `:name:` in a table stays text.
 
-    `width`: in characters, where standard output is no terminal and so has none.
+    `width`: in characters, where standard output is not a terminal and so has none.
     """
     return SentenceConsole(file=stream, width=None if sys.stdout.isatty() else width, emoji=False)
 
@@ -41,15 +41,15 @@ def on_stderr(text: str) -> None:
 
 
 @contextmanager
-def told_meanwhile(sentence: Callable[[], str], tell: Callable[[str], None] = on_stderr) -> Iterator[None]:
-    """Give `tell` the sentence of that moment every `TOLD_SECONDS`, unless it is empty, until the block ends, which an
-    interrupt ends at once; one that has not changed, every `SAME` times as long. Both are called in a thread of their
-    own."""
+def reported_meanwhile(sentence: Callable[[], str], tell: Callable[[str], None] = on_stderr) -> Iterator[None]:
+    """Give `tell` the sentence of that moment every `REPORT_SECONDS`, unless it is empty, until the block ends, which
+    an interrupt ends at once; one that has not changed, every `SAME` times as long. Both are called in a thread of
+    their own."""
     end = threading.Event()
 
-    def tell_now_and_then() -> None:
+    def report_regularly() -> None:
         before, since = "", 0
-        while not end.wait(TOLD_SECONDS):
+        while not end.wait(REPORT_SECONDS):
             text = sentence()
             since = since + 1 if text == before else SAME
             if since == SAME:
@@ -58,7 +58,7 @@ def told_meanwhile(sentence: Callable[[], str], tell: Callable[[str], None] = on
                     tell(text)
             before = text
 
-    threading.Thread(target=tell_now_and_then, daemon=True).start()
+    threading.Thread(target=report_regularly, daemon=True).start()
     try:
         yield
     finally:

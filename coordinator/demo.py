@@ -242,7 +242,7 @@ def prepare_datasets(out: Path, sizes: Sizes) -> None:
             raise CrossFedError(f"{' '.join(command)} ended with code {process.returncode}:\n{output}")
 
 
-def told(text: str) -> None:
+def print_progress(text: str) -> None:
     """What is being made, to a person who waits."""
     print(text, file=sys.stderr, flush=True)
 
@@ -299,7 +299,7 @@ def make_demo(
 
 def make_federation(out: Path) -> Path:
     """Make the demo's material and its federation below `out`; returns federation.yml; an existing one is unchanged."""
-    make_demo(out / ".crossfed" / "demo", progress=told)
+    make_demo(out / ".crossfed" / "demo", progress=print_progress)
     file = out / "workflow" / "federation.yml"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -319,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
     add_log_options(parser)
     options = parse_arguments(parser, argv)
     check_seed(options.seed)
-    made, there = make_demo(options.out, seed=options.seed, progress=told)
+    made, there = make_demo(options.out, seed=options.seed, progress=print_progress)
     if options.json:
         print(json.dumps(made, indent=2))
     else:

@@ -50,7 +50,7 @@ def _key_or_facility(word: str, file: Path | None) -> str:
     except InputError as error:
         raise InputError(f"{unknown}; the federation's facilities are not known: {error}") from None
     if not _has_or_had(federation, word):
-        hint = f"; `crossfed explain round {word}` tells of a round" if word.isdecimal() else ""
+        hint = f"; `crossfed explain round {word}` explains a round" if word.isdecimal() else ""
         raise InputError(f"{unknown}; the facilities are {', '.join(federation.names)}{hint}") from None
     return _explained(federation, word)
 

@@ -123,7 +123,7 @@ def _saved(source: str, out: Path, dtype: str, revision: str, classes: Sequence[
 
 
 def check_class_names(classes: Sequence[str]) -> None:
-    """Raise `InputError` for one name alone, a name twice, or one that is no line of text."""
+    """Raise `InputError` for one name alone, a name twice, or one that is not a line of text."""
     for name in classes:
         try:
             one_line(name)
@@ -134,7 +134,7 @@ def check_class_names(classes: Sequence[str]) -> None:
 
 
 def config_of(source: str, revision: str) -> Any:
-    """transformers' configuration of the model; None where there is none that it knows: loading the model tells why.
+    """transformers' configuration of the model; None where there is none that it knows: loading the model says why.
     Raises `InputError` for values that no configuration has."""
     from transformers import AutoConfig, PretrainedConfig
 

@@ -83,7 +83,7 @@ def _facility(federation: Federation, name: str) -> Facility:
 
 
 def check_bundle(bundle: Path) -> None:
-    """Raise `InputError` for what is no complete bundle."""
+    """Raise `InputError` for what is not a complete bundle."""
     if not (bundle / COMPLETE).is_file():
         raise InputError(f"{bundle} holds no {COMPLETE}: `crossfed bundle --out {bundle}` makes a bundle")
 

@@ -99,12 +99,12 @@ def registries() -> str:
 
 def faults() -> str:
     """What `tests/bench/faults.py` measured: each cause, the seconds until the console's sentence, the sentence."""
-    told = json.loads((Path(__file__).parent / "reference" / "faults.json").read_text(encoding="utf-8"))
-    rows = told["rows"]
+    measured = json.loads((Path(__file__).parent / "reference" / "faults.json").read_text(encoding="utf-8"))
+    rows = measured["rows"]
     loads = sorted(row["load"] for row in rows)
     lines = [
-        f"Measured on {told['cores']} cores, which other work shared: {loads[0]:g} to {loads[-1]:g} runnable tasks a "
-        f"core. An undisturbed run came to its first step after {told['start_seconds']:g} s at most.",
+        f"Measured on {measured['cores']} cores, which other work shared: {loads[0]:g} to {loads[-1]:g} runnable "
+        f"tasks a core. An undisturbed run came to its first step after {measured['start_seconds']:g} s at most.",
         "",
         "| step | cause | seconds | recovered | the console's sentence |",
         "|---|---|---|---|---|",

@@ -76,13 +76,13 @@ class Call:
         return bool(self.signals)
 
     def report_step(self, step: int, loss: float) -> None:
-        """Replace `progress.json` after step number `step`, from 1, and print the step; a loss may be no number."""
+        """Replace `progress.json` after step number `step`, from 1, and print the step; a loss may be NaN."""
         self.stepped.append(time.monotonic())
         if self.first_rank:
             loss = float(loss)
             print(f"step {step}/{self.steps}: loss {loss:.4f}", flush=True)
-            told = loss if math.isfinite(loss) else None
-            message = JobProgress(step=step, steps=self.steps, loss=told, time=round(time.time(), 3))
+            finite = loss if math.isfinite(loss) else None
+            message = JobProgress(step=step, steps=self.steps, loss=finite, time=round(time.time(), 3))
             self.shown.write(message)
 
     def deliver(

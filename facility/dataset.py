@@ -85,8 +85,8 @@ class SplitEntry:
     padding_tokens: int = 0
     """Documents apart: tokens that fill blocks after their last document."""
     rests_marked: bool = False
-    """Plain text, documents apart: marks tell the rest of a document from one that begins with a block; not so in
-    datasets made before there was `REST`."""
+    """Plain text, documents apart: marks distinguish the rest of a document from one that begins with a block; not so
+    in datasets made before there was `REST`."""
     duplicate_documents: int = 0
     """Documents left out since they repeat an earlier one (`--near-duplicates`), not counted in `documents`."""
     document_tokens: list[int] = field(default_factory=list)

@@ -19,7 +19,7 @@ from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.paths import resolve_path
 from facility.exchange.masking.roster import Keys, write_keys
-from facility.exchange.masking.walks import sequences_of, told_of, walk_of
+from facility.exchange.masking.walks import decisive_digest, sequences_of, walk_of
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.masking.private_keys import PrivateKeys
 from facility.masking.site_rules import site_rules
@@ -47,7 +47,7 @@ def draw_keys(settings: FacilitySettings, dataset: Path, state: Path, round: int
         samples=sequences,
         tokens=sequences * block_tokens,
         walk=walk_of(settings),
-        told=told_of(settings, dataset),
+        told=decisive_digest(settings, dataset),
     )
     with tempfile.TemporaryDirectory(prefix="crossfed-keys-") as private:  # a coordinator may write where `out` is
         write_keys(Path(private), keys, resolve_path(training.signing_key))

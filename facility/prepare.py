@@ -234,7 +234,7 @@ def add_running(arguments: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, float, int], None]]:
-    """Progress on stderr: share of all sources read, documents, current source; lines where it is no terminal."""
+    """Progress on stderr: share of all sources read, documents, current source; lines where it is not a terminal."""
     if not sys.stderr.isatty():
         yield progress_lines(sys.stderr)
         return

@@ -77,7 +77,7 @@ def follow(job: Job) -> int:
     if decision != GO:
         return Outcome.DONE if decision == DONE else Outcome.SKIPPED
     ending = start_ranks(job, work_alone(job) if job.kind == ALONE else work_of_round(job))
-    job.meter.tell(job.notes)
+    job.meter.note(job.notes)
     return Outcome.DONE if ending.code == 0 else Outcome.SKIPPED
 
 

@@ -76,7 +76,7 @@ case "$torch_index" in *//*@*) say "packages: while this runs, ps shows every ac
 case "$torch" in auto|cuda|rocm|cpu) ;; *) fail "--torch is '$torch', expected auto, cuda, rocm or cpu" ;; esac
 [ -z "$wheelhouse" ] || [ -d "$wheelhouse" ] || fail "--wheelhouse $wheelhouse is not a directory; make it with: crossfed bundle --out wheelhouse"
 [ -z "$template" ] || [ -f "$template" ] || [ ! -f "$here/templates/$template.sh" ] || template=$here/templates/$template.sh
-[ -z "$template" ] || [ -f "$template" ] || fail "--template $template is no file, and no template has that name; there are: $(cd "$here/templates" && printf '%s ' *.sh | sed 's/\.sh / /g; s/ $//')"
+[ -z "$template" ] || [ -f "$template" ] || fail "--template $template is not a file, and no template has that name; there are: $(cd "$here/templates" && printf '%s ' *.sh | sed 's/\.sh / /g; s/ $//')"
 
 if [ -n "$gate" ]; then  # one line: what follows it would be a line of authorized_keys without the gate
     ssh-keygen -lf "$gate" >/dev/null || fail "--gate $gate is not a public ssh key; ask the coordinator for one (*.pub)"

@@ -47,7 +47,7 @@ def check_adapters(base: Checkpoint, update: Checkpoint, facility: str, agreed: 
 
 
 def _check_beside(base: Checkpoint, update: Checkpoint, name: str, facility: str) -> None:
-    """A tensor that is no factor: the magnitudes of an adapted layer, or part of a module that is trained whole."""
+    """A tensor that is not a factor: the magnitudes of an adapted layer, or part of a module that is trained whole."""
     entry, plain = update.tensors[name], stored_parameter(base, name.removeprefix(PREFIX))
     if not name.startswith(PREFIX):
         raise UpdateRefused(facility, f"beside its adapters it holds {name!r}, which none of them trains")
@@ -84,9 +84,9 @@ def _check_pair(base: Checkpoint, update: Checkpoint, a: str, b: str, facility: 
         )
 
 
-def check_told(base: Checkpoint, update: Checkpoint, agreed: LoraSettings, facility: str) -> None:
+def check_as_agreed(base: Checkpoint, update: Checkpoint, agreed: LoraSettings, facility: str) -> None:
     """Refuse adapters of another rank or for other layers than the facilities were asked to train."""
-    _check_told_beside(update, agreed, facility)
+    _check_agreed_beside(update, agreed, facility)
     layers = set()
     for a, _ in lora.pairs(update.tensors):
         layer = a.removeprefix(PREFIX).partition(A)[0]
@@ -104,7 +104,7 @@ def check_told(base: Checkpoint, update: Checkpoint, agreed: LoraSettings, facil
         raise UpdateRefused(facility, f"it lacks adapters for {missing[:3]}, which training.lora.targets name")
 
 
-def _check_told_beside(update: Checkpoint, agreed: LoraSettings, facility: str) -> None:
+def _check_agreed_beside(update: Checkpoint, agreed: LoraSettings, facility: str) -> None:
     """Magnitudes of every plain layer under `dora` and of none without; whole modules that were asked for."""
     for name in update.tensors:
         module = name.removeprefix(PREFIX).rpartition(".")[0]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from coordinator.aggregation.adapter_fit import check_adapters, check_told
+from coordinator.aggregation.adapter_fit import check_adapters, check_as_agreed
 from coordinator.aggregation.updates import Update
 from facility.exchange.checkpoints.adapters import PREFIX, A, is_adapter
 from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, Checkpoint
@@ -55,7 +55,7 @@ def agreed_layout(
         try:
             check_adapters(base, update.checkpoint, update.facility, agreed)
             if agreed is not None:
-                check_told(base, update.checkpoint, agreed, update.facility)
+                check_as_agreed(base, update.checkpoint, agreed, update.facility)
             fitting.append(update)
         except UpdateRefused as refusal:
             drop(refusal)

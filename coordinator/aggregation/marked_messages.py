@@ -141,7 +141,7 @@ class Marked:
             raise
 
     def _begin(self, message: _Message, part: int, ends: Array, values: int) -> int:
-        """Where the codes of `part` begin, whose and whose followers' ends are `ends` more; tells the next thread."""
+        """Where the codes of `part` begin, whose and whose followers' ends are `ends` more; hands it on."""
         entry = message.entry
         entry.begins.wait(part, PATIENCE)
         try:

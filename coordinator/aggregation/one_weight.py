@@ -1,6 +1,6 @@
 """Tensors that are one weight under several names, as a tied weight that is stored twice.
 
-Names alone do not say it, so it is told by content: what is alike in the model and in every update of a round is one
+Names alone do not say it, so it is found by content: what is alike in the model and in every update of a round is one
 weight for the round, and stays one. A rule that looks at names, for a random choice or for what is known of a tensor,
 is given the same name for all of them. Else the copies come apart, and transformers, which ties only copies that are
 alike, loads another model than was trained.
@@ -15,7 +15,7 @@ from facility.exchange.checkpoints.encoded import stored_of
 from facility.exchange.checkpoints.twins import tensor_digest
 
 FIRST_BYTES = 4096
-"""Of a tensor, which nearly always tell others from it."""
+"""Of a tensor, which nearly always distinguish it from others."""
 Alike = Callable[[TensorEntry], bytes]
 
 

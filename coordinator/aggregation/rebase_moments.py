@@ -5,7 +5,7 @@ A facility returns kept * v + (1 - kept) * g, with v the second moments that cam
 rounds ago, and be judged by limits that are those of the present v (`coordinator.aggregation.moment_limits`). So the
 present one takes its place: kept * (v now - v then) is added. What was not received in both rounds, or not in the same
 form, stays as it was sent; the file names the parameters whose row and column means did not, since of them alone the
-facility's own gradients can be told (`coordinator.aggregation.squared_gradients`).
+facility's own gradients can be computed (`coordinator.aggregation.squared_gradients`).
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class AggregationSettings:
     """After a round whose model is worse than the one before (mean validation loss over the facilities that reported
     both), say so and halve the server learning rate, to an eighth of its value at the least; three rounds that improve
     in a row double it again, up to its value. A rise to no more than 0.01 % above the least loss so far, or that the
-    noise of differential privacy explains, is told and halves nothing. Each round file records the factor."""
+    noise of differential privacy explains, is reported and halves nothing. Each round file records the factor."""
     server_decay_share: ShareOrNone = 0.0
     """Last share of the federation's rounds over which the server learning rate falls linearly; 0: it stays constant.
     Without effect on a single `python -m coordinator.aggregate`, which knows no number of rounds."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.aggregation.adapter_fit import check_adapters, check_told
+from coordinator.aggregation.adapter_fit import check_adapters, check_as_agreed
 from coordinator.aggregation.matching import match_tensors
 from facility.exchange.checkpoints.checkpoint import (
     FLOATS,
@@ -87,7 +87,7 @@ def check_update(
         if manifest.encoding == "lora":
             check_adapters(base, update, facility, adapters)
             if adapters is not None:
-                check_told(base, update, adapters, facility)
+                check_as_agreed(base, update, adapters, facility)
             matched = dict(update.tensors)
         else:
             matched = match_tensors(base, update, facility, federated=patterns.federated)

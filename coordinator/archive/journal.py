@@ -53,7 +53,7 @@ KINDS: Mapping[str, str] = {
 LATE_SECONDS = 10.0
 """A line may be later in the file than others of its time; a clock that was set back by more is seen as that."""
 LOOKED_AT = 2
-"""Lines in a row that are earlier than one before them, by which such a clock is told from a line that is late."""
+"""Lines in a row that are earlier than one before them, which show such a clock and not a late line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Journal:
 
 
 def _on_one_clock(found: Sequence[Entry]) -> list[Entry]:
-    """The entries with times that go on where the clock was set back. What a wait was is told when it is over."""
+    """The entries with times that go on where the clock was set back. A wait is recorded when it is over."""
     ordered = [place for place, entry in enumerate(found) if entry.kind != "waited"]
     set_back, latest, shifts = 0.0, -math.inf, [0.0] * len(found)
     for number, place in enumerate(ordered):

@@ -37,7 +37,7 @@ def fitted(
         return whole, []
     least = {one: _least(_column(columns, one)) for one in texts}
     left_out = []
-    leaving = [one for header in order for one in columns if one.header == header] or _least_telling_first(columns)
+    leaving = [one for header in order for one in columns if one.header == header] or _least_needed_first(columns)
     for column in leaving:
         if _needed(columns, least) <= width:
             break
@@ -87,7 +87,7 @@ def _column(columns: Sequence[Column], header: str) -> Column:
     return next(one for one in columns if one.header == header)
 
 
-def _least_telling_first(columns: Sequence[Column]) -> list[Column]:
+def _least_needed_first(columns: Sequence[Column]) -> list[Column]:
     """All that may be left out: neither rounds nor facilities nor what is said of them."""
     amount = str(columns[columns.index(_column(columns, "status")) + 1].header)  # tokens, or what else was trained on
     before = ("weight", "seconds", amount, "staleness", "accuracy received", " received", "accuracy returned")

@@ -15,7 +15,7 @@ NAMED = 5
 """Rounds that are named in a sentence."""
 
 
-def told_privacy(report: Report) -> dict[str, Any]:
+def reported_privacy(report: Report) -> dict[str, Any]:
     """What a report says of its privacy budget; empty where nothing, or nothing that can be read."""
     try:
         found = privacy_of(report.details)
@@ -24,16 +24,16 @@ def told_privacy(report: Report) -> dict[str, Any]:
     return {} if found is None else dataclasses.asdict(found)
 
 
-def told_deviations(history: Iterable[RoundFile], now: Mapping[str, Report]) -> list[dict[str, float]]:
+def reported_deviations(history: Iterable[RoundFile], now: Mapping[str, Report]) -> list[dict[str, float]]:
     """By facility, the standard deviation of the noise in its validation loss, in nats: of each round in `history`, and
     of the one whose reports are `now`. Those without differential privacy are left out."""
     rounds = [{row.facility: row.privacy for row in entry.facilities} for entry in history]
-    rounds.append({name: told_privacy(report) for name, report in now.items()})
-    return [{name: one["validation_deviation"] for name, one in told.items() if one} for told in rounds]
+    rounds.append({name: reported_privacy(report) for name, report in now.items()})
+    return [{name: one["validation_deviation"] for name, one in row.items() if one} for row in rounds]
 
 
 def latest_privacy(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By facility, what tells of most noised steps: no round that is set aside gives any of them back."""
+    """By facility, what reports most noised steps: no round that is set aside gives any of them back."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         one, before = row.get("privacy"), found.get(row["facility"])
@@ -43,7 +43,7 @@ def latest_privacy(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any
 
 
 def without_budget(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """By facility that told a budget in some round, the rounds that averaged an update of it without one.
+    """By facility that reported a budget in some round, the rounds that averaged an update of it without one.
 
     No epsilon holds for its data: differential privacy was switched on or off between the rounds.
     """
@@ -55,7 +55,7 @@ def without_budget(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
 
 
 def nothing_promised(rounds: Sequence[int]) -> str:
-    """What a person is told of a facility that trained in these rounds without a budget."""
+    """What a person reads of a facility that trained in these rounds without a budget."""
     listed = ", ".join(map(str, rounds[:NAMED])) + (f" and {len(rounds) - NAMED} more" if len(rounds) > NAMED else "")
     return f"nothing is promised for its data, which it trained on without a budget in round {listed}"
 

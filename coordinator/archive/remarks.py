@@ -1,4 +1,4 @@
-"""What a person is told of an archive below its table, a sentence a line."""
+"""What a person reads of an archive below its table, a sentence a line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def summary_remarks(data: dict[str, Any]) -> list[str]:
     if any(row.get("next_end") for row in data["rounds"]):
         lines.append(_elastic(rows))
     if any(row["reason"] == CARRIED for row in rows):
-        lines.append(f"late: {CARRIED}, which the column for staleness tells")
+        lines.append(f"late: {CARRIED}, which the column for staleness shows")
     lines += _left_open([row["wait"] for row in data["rounds"] if row.get("wait")])
     lines += _waited(data.get("waited_node_seconds", {}))
     if aside := data.get("set_aside_rounds"):

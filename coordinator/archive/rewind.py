@@ -144,7 +144,7 @@ def _rounds_in(aside: Path) -> list[int]:
     return sorted(int(match[1]) for path in aside.glob("*") if (match := ROUND.fullmatch(path.name)))
 
 
-def tell_rewinds(archive: Archive, base: Path, *directories: Path | None) -> None:
+def write_rewinds(archive: Archive, base: Path, *directories: Path | None) -> None:
     """Say in models or messages which rounds of their run were set aside: what facilities keep of them is of no use.
 
     `base`: a model of the same run, which says it of folders that a person has removed since. `directories`: those

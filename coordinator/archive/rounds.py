@@ -15,7 +15,7 @@
         rewound.json              after `crossfed rewind`: to which round, and whether its state is gone
         stopped.json              why a run ended early for a reason that needs a person; removed by the next start
         attempts.json             how often the round under way was asked for
-        untold.json               the round that audit log and trackers are not told of yet
+        untold.json               the round that audit log and trackers do not have yet
         federation.json           what federation.yml asked for, as of the latest start (coordinator.rounds.changes)
         under_way.json            since when the round under way is
         limited.json              after which round a deadline or a budget ended the federation
@@ -377,7 +377,7 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def _unreadable(path: Path, error: OSError | ValueError, otherwise: str) -> InputError:
-    """What a person is told of a file of the archive that cannot be read; `otherwise`: where there is no copy."""
+    """What a person reads of a file of the archive that cannot be read; `otherwise`: where there is no copy."""
     if is_storage(error):  # nothing is wrong with the file
         return InputError(file_error_sentence(error, path))
     found = str(error) if isinstance(error, InputError) else f"{path} cannot be read: {error}"

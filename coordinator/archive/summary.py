@@ -64,7 +64,7 @@ def summary_of(
 
 
 def _budgets_of(rounds: Sequence[RoundFile]) -> list[dict[str, Any]]:
-    """What facilities told of their privacy budgets."""
+    """What facilities reported of their privacy budgets."""
     rows = [row for entry in rounds for row in entry.facilities if row.privacy]
     return [{"facility": row.facility, "privacy": row.privacy} for row in rows]
 
@@ -75,7 +75,7 @@ def _losses_of_models(
     """Loss of each model, the initial one first, and the facilities that it is the mean over.
 
     A round reports the loss of the model that it received, so the last model's is that of the final `evaluation`. What
-    facilities that were late have told since replaces what its round said.
+    facilities that were late have reported since replaces what its round said.
     """
     losses = [*(entry.global_loss for entry in history), evaluation.get("global_loss")]
     overs = [*(entry.global_loss_over for entry in history), evaluation.get("global_loss_over", [])]

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from coordinator.commands.app import RUN, FacilityArgument, FederationOption, app
-from coordinator.console import command_console, told_meanwhile
+from coordinator.console import command_console, reported_meanwhile
 from facility.exchange.errors import InputError
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.text import number_of
@@ -53,7 +53,7 @@ def run(
     if not despite_check:
         described = read_federation(federation)
         check_paths(described)
-        with told_meanwhile(lambda: "StreamFlow, the model, disks and rendered files are being checked"):
+        with reported_meanwhile(lambda: "StreamFlow, the model, disks and rendered files are being checked"):
             failing = failing_here(described)
         if failing:
             problems = "; ".join(f"{row.check}: {row.found} ({row.fix})" for row in failing)

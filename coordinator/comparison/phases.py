@@ -187,9 +187,9 @@ def _take_figures(
         expected = expected_of(sent, name)
         found = [dataclasses.asdict(one) for one in figures_of(manifest, expected)]
         figures[name] = _renewed(figures.get(name, []), found)
-        told, objection = tasks_of(manifest, expected), ""
-        of_data = [one for one in told if one["task"] in OF_DATA]  # with the figures, whatever tasks are asked for
-        if scores := [one for one in told if one["task"] not in OF_DATA]:
+        every, objection = tasks_of(manifest, expected), ""
+        of_data = [one for one in every if one["task"] in OF_DATA]  # with the figures, whatever tasks are asked for
+        if scores := [one for one in every if one["task"] not in OF_DATA]:
             objection = objection_to(settings, name, scores, round=settings.rounds, where="comparison of models")
         tasks[name] = _renewed(tasks.get(name, []), [*of_data, *([] if objection else scores)])
         lacking = _lacking(manifest, expected, {one["model"] for one in found})

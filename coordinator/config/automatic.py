@@ -118,8 +118,8 @@ def choose_aggregation(
     like += ", adapters" if near.adapters else ""
     like += f", {near.optimizer}" if near.optimizer != "adamw" or situation.optimizer != "adamw" else ""
     reason = (
-        f"{_described(best.aggregation | best.training)}{_told(state, row)}: best of those measured in the most "
-        f"similar federation ({like}), {best.over_pooled:.2f} of pooled training's perplexity (plain mean "
+        f"{_described(best.aggregation | best.training)}{_describe_state(state, row)}: best of those measured in the "
+        f"most similar federation ({like}), {best.over_pooled:.2f} of pooled training's perplexity (plain mean "
         f"{row.mean:.2f}, {best.seeds} run{'s' if best.seeds > 1 else ''})"
     )
     return Choice(
@@ -138,7 +138,7 @@ def _order(row: Situation, asked: Situation) -> tuple[bool, bool, float, int, in
     return *unlike, row.distance(asked), -row.rounds, -(row.parameters or 0)
 
 
-def _told(state: str, row: MeasuredFederation) -> str:
+def _describe_state(state: str, row: MeasuredFederation) -> str:
     """Whose the second moments are, where both were measured."""
     return f", {state} second moments" if len(row.best) > 1 else ""
 

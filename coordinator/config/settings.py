@@ -143,7 +143,7 @@ class CoordinatorSettings(RoundSettings):
     steps: dict[str, int] = field(default_factory=dict)
     """By facility, the steps that its settings ask for in a round; with `even` alone."""
     described: Annotated[dict[str, Any], BeforeValidator(unfold_description)] = field(default_factory=dict)
-    """federation.yml as flat data (`coordinator.config.described`), to tell what has changed since an earlier run; what
+    """federation.yml as flat data (`coordinator.config.described`), to find what has changed since an earlier run; what
     all facilities have alike is once in the file."""
     lora: LoraSettings | None = None
     """The adapters that updates must hold; a rank of 0: whole models; null: not known."""
@@ -152,7 +152,7 @@ class CoordinatorSettings(RoundSettings):
     evaluation: EvaluationSettings | None = None
     """The tasks that the coordinator evaluates models on itself; absent: none."""
     asked_tasks: AskedTasks | None = None
-    """The facilities that evaluate models on tasks; absent: not known, and whatever scores they tell are taken."""
+    """The facilities that evaluate models on tasks; absent: not known, and whatever scores they report are taken."""
     comparison: ComparisonSettings | None = None
     """The models that are compared after the last round; absent: none."""
     chosen: str = ""

@@ -36,7 +36,7 @@ def cancel_left(federation: Federation, console: Console) -> None:
     A facility that does not answer holds nothing up.
     """
     now = {one.facility: one for one in rendered_queues(streamflow_file(federation), federation.file.parent)}
-    _tell(
+    _print_left(
         at_all(queues_left(federation, now), partial(_cancel, now)),
         console,
         cancelled=lambda name: f"which {_why(federation, name)}",
@@ -58,7 +58,7 @@ def cancel_set_aside(federation: Federation, archive: Archive, console: Console)
     staying = {facility.name for facility in federation.facilities}
     late = {name: remembered_job(federation.workdir_path / WORKDIR, name) for name in staying}
     of_use = {name for name, job in late.items() if job is not None and job.round <= number}
-    _tell(
+    _print_left(
         at_all([one for one in _queues_before(federation) if one.facility in staying - of_use], Queue.cancel),
         console,
         cancelled=lambda name: "of a round that crossfed rewind set aside",
@@ -114,7 +114,7 @@ def _why(federation: Federation, name: str) -> str:
     return "is reached elsewhere now" if stays else "has left the federation"
 
 
-def _tell(found: Answers, console: Console, *, cancelled: Callable[[str], str], silent: str) -> None:
+def _print_left(found: Answers, console: Console, *, cancelled: Callable[[str], str], silent: str) -> None:
     """Print each job that was cancelled, and each facility that did not answer."""
     lines = [
         f"cancelled job {job.id} ({job.state}) at {name}, {cancelled(name)}"

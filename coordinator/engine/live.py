@@ -150,7 +150,7 @@ def live_table(snapshot: Snapshot, now: float | None = None, *, below: str = "")
     rows = [(name, *_cells(snapshot.facilities[name], now, narrow=True)) for name in alone]
     for state, names in together.items():
         longest = max(now - snapshot.facilities[name].since for name in names)
-        rows.append((_whose(state, names), safe_line(state), f"up to {format_duration(longest)}", *[""] * 5))
+        rows.append((_names_in_state(state, names), safe_line(state), f"up to {format_duration(longest)}", *[""] * 5))
     heads = ("facility", "state", "for", "step", "loss", f"{snapshot.unit}/s", "time\nleft", "last\nheard")
     for at, head in enumerate(heads):
         if at < ALWAYS or any(row[at] for row in rows):
@@ -167,7 +167,7 @@ def live_lines(snapshot: Snapshot, now: float | None = None) -> list[str]:
     now = time.time() if now is None else now
     alone, together = to_show(snapshot)
     lines = [f"{name}: {facility_sentence(snapshot.facilities[name], now, snapshot.unit)}" for name in alone]
-    lines += [f"{_whose(state, names)}: {safe_line(state)}" for state, names in together.items()]
+    lines += [f"{_names_in_state(state, names)}: {safe_line(state)}" for state, names in together.items()]
     return [f"{snapshot.heading}: {line}" for line in [*lines, *filter(None, [_end(snapshot, now)])]]
 
 
@@ -176,11 +176,13 @@ def waiting_sentence(snapshot: Snapshot, now: float) -> str:
     alone, together = to_show(snapshot)
     states = {name: one for name, one in snapshot.facilities.items() if name in alone and one.state != "done"}
     parts = [f"{name}: {facility_sentence(one, now, snapshot.unit)}" for name, one in states.items()]
-    parts += [f"{_whose(state, names)}: {safe_line(state)}" for state, names in together.items() if state != "done"]
+    parts += [
+        f"{_names_in_state(state, names)}: {safe_line(state)}" for state, names in together.items() if state != "done"
+    ]
     return f"{snapshot.heading}: {'; '.join([safe_line(snapshot.coordinator), *parts])}"
 
 
-def _whose(state: str, names: list[str]) -> str:
+def _names_in_state(state: str, names: list[str]) -> str:
     """How many facilities are in a state; for those that need attention, their names too."""
     return f"{len(names)} facilities" + ("" if state in STATES else f" ({names_of(names)})")
 

@@ -36,7 +36,7 @@ class Notifier:
             self._thread = threading.Thread(target=self._work, daemon=True)
             self._thread.start()
 
-    def tell(self, event: str, text: str, *, facility: str = "", round: int | None = None, once: str = "") -> None:
+    def notify(self, event: str, text: str, *, facility: str = "", round: int | None = None, once: str = "") -> None:
         """Report an occasion; the same `event`, facility and `once` are reported one time."""
         key = (event, facility, once or str(round))
         if self._thread is None or event not in self.settings.on or key in self._told:

@@ -22,7 +22,7 @@ import yaml
 from coordinator.archive.many import names_of
 from coordinator.config.deployments import GATE, SYSTEM, federation_of
 from coordinator.config.firecrest import API
-from coordinator.console import told_meanwhile
+from coordinator.console import reported_meanwhile
 from coordinator.events.event import quote_for_display
 from coordinator.rounds.ahead import facilities_ahead
 from coordinator.schedulers.gated import Gated
@@ -283,7 +283,7 @@ class Answers:
             if sentence not in but:
                 log.warning("%s%s", sentence, what_follows)
 
-    def tell_away(
+    def report_away(
         self, asked: Iterable[Queue], away: Callable[[str, str], object], back: Callable[[str], object]
     ) -> None:
         """Of those `asked`, give `away` each facility whose login node did not answer, and `back` each other one."""
@@ -331,7 +331,7 @@ def asked_meanwhile(
     def sentence() -> str:
         return f"{doing}, waiting for {names_of(names)}" if (names := list(missing)) else ""
 
-    with ThreadPoolExecutor(1) as pool, told_meanwhile(sentence, log.info):
+    with ThreadPoolExecutor(1) as pool, reported_meanwhile(sentence, log.info):
         asking = pool.submit(at_all, queues, one)
         while not wait([asking], timeout=TICK_SECONDS).done:
             on_tick()

@@ -61,20 +61,20 @@ class Recorder:
         """The run is over; `done`: the whole federation is."""
         self.journal.append("run_ended", time=self.clock(), code=code, reason=reason)
         if done:
-            self.notifier.tell("done", f"federation {self.federation} is done", once="end")
+            self.notifier.notify("done", f"federation {self.federation} is done", once="end")
         elif code:
-            self.notifier.tell("stopped", f"federation {self.federation} stopped: {reason}", once="end")
+            self.notifier.notify("stopped", f"federation {self.federation} stopped: {reason}", once="end")
         self.write(ended=reason or "done")
 
     def stuck(self, facility: str, job: str, reason: str, advice: str) -> None:
         """A job that will not begin by itself."""
         self.journal.append("stuck", time=self.clock(), facility=facility, job=job, reason=reason, advice=advice)
         text = f"{facility}: job {job} will not begin by itself ({reason}): {advice}"
-        self.notifier.tell("stuck", text, facility=facility, once=f"{job} {reason}")
+        self.notifier.notify("stuck", text, facility=facility, once=f"{job} {reason}")
 
     def expiring(self, facility: str, sentence: str) -> None:
         """A certificate that ends soon or has ended."""
-        self.notifier.tell("login", sentence, facility=facility, once=sentence)
+        self.notifier.notify("login", sentence, facility=facility, once=sentence)
 
     def tick(self) -> None:
         """Renew the snapshot, and look for jobs that have gone silent."""
@@ -84,7 +84,7 @@ class Recorder:
         for name, one in self.progress.live.items():
             if one.stage not in ("", "waiting") and one.heard and now - one.heard > SILENT_SECONDS:
                 text = f"{name}: no sign of life from its job for {format_duration(now - one.heard)}"
-                self.notifier.tell("stuck", text, facility=name, once=f"silent {one.heard}")
+                self.notifier.notify("stuck", text, facility=name, once=f"silent {one.heard}")
         self.write()
 
     def write(self, ended: str = "") -> None:
@@ -180,7 +180,7 @@ class Recorder:
         name, reason = str(event["facility"]), str(event["reason"])
         self._append("refused", event, name, reason=reason)
         text = f"round {event['round']} is without {name}: {reason}"
-        self.notifier.tell("lost", text, facility=name, round=event["round"])
+        self.notifier.notify("lost", text, facility=name, round=event["round"])
 
     def _on_late(self, event: Event) -> None:
         self._append("late", event, event["facility"], reason=event["reason"])
@@ -202,7 +202,7 @@ class Recorder:
         name = str(event["facility"])
         self._append("login_refused", event, name, reason=event["reason"])
         text = f"{name} refuses the login ({event['reason']}): `crossfed login {name}`"
-        self.notifier.tell("login", text, facility=name, once="refused")
+        self.notifier.notify("login", text, facility=name, once="refused")
 
     def _on_login_works(self, event: Event) -> None:
         name = str(event["facility"])

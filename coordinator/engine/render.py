@@ -153,7 +153,7 @@ def _template(federation: Federation, facility: Facility) -> str | None:
 
 
 def coordinator_settings(federation: Federation) -> dict[str, Any]:
-    """The content of coordinator.json: what the steps at the coordinator are told of a federation."""
+    """The content of coordinator.json: what the steps at the coordinator read of a federation."""
     settings = CoordinatorSettings(
         federation=federation.name,
         facilities=federation.names,

@@ -94,7 +94,7 @@ class Watch:
             silences = 0 if queue.facility in found.jobs else self._silences.get(queue.facility, 0) + 1
             self._silences[queue.facility] = silences
             self._rests[queue.facility] = min(2**silences - 1, MOST_RESTS)
-        found.tell_away(asked, self.away, self.back)
+        found.report_away(asked, self.away, self.back)
 
     @contextmanager
     def going_on(self) -> Iterator[None]:

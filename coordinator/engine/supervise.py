@@ -359,7 +359,7 @@ class Supervisor:
         if silent:
             found.log_silent(silent)
         else:
-            found.tell_away(asked, self.on_away, self.on_back)
+            found.report_away(asked, self.on_away, self.on_back)
             found.log_silent(but=found.away.values())
         return found
 

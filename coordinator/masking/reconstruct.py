@@ -53,8 +53,8 @@ def reconstruct(roster: Roster, survivors: Mapping[str, Shares], answers: Mappin
 def _seed(roster: Roster, shares: Shares, other: str, answers: Mapping[str, Answer], seeds: Seeds) -> bytes:
     """One seed of the facility of `shares`: its own (`OWN`), or that which it has in common with `other`."""
     given = {
-        roster.point(who): share
-        for who, answer in sorted(answers.items())
+        roster.point(facility): share
+        for facility, answer in sorted(answers.items())
         if (share := _share(answer, shares.facility, other)) is not None
     }
     ordered = sorted(given, key=lambda point: (roster.members[point - 1] in seeds.liars, point))

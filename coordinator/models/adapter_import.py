@@ -64,7 +64,7 @@ def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
     names = sorted(found.tensors)
     if strangers := [name for name in names if not is_adapter(name)]:
         raise InputError(
-            f"{adapter} holds {strangers[0]!r}, which is no tensor of a peft adapter; expected a folder "
+            f"{adapter} holds {strangers[0]!r}, which is not a tensor of a peft adapter; expected a folder "
             "that peft's `save_pretrained` wrote"
         )
     loaded = load_base(base)
@@ -91,8 +91,8 @@ def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
         write_json(temporary / INDEX, index_of(held, names))
         open_checkpoint(temporary)
     lora |= {"modules_to_save": configuration["modules_to_save"]} if configuration["modules_to_save"] else {}
-    told = f"training:\n  lora: {json.dumps(lora)}"
-    return f"{out}: {base} with {len(names)} adapter tensors; federation.yml must say\n{told}"
+    added = f"training:\n  lora: {json.dumps(lora)}"
+    return f"{out}: {base} with {len(names)} adapter tensors; federation.yml must say\n{added}"
 
 
 def refuse_other_kinds(adapter: Path) -> None:

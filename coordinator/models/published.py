@@ -19,7 +19,7 @@ from facility.exchange.sizes import format_bytes
 
 
 def no_bars_in_a_file() -> None:
-    """Switch the progress bars of transformers and the hub off where nobody sees them move: stderr is no terminal."""
+    """Switch the progress bars of transformers and the hub off where stderr is not a terminal."""
     if not sys.stderr.isatty():
         from transformers.utils.logging import disable_progress_bar
 

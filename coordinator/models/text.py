@@ -47,7 +47,7 @@ CLASSIFIER = Kind(suffix="ForSequenceClassification", title="a sequence classifi
 def kind_of(config: Any, classes: Sequence[str]) -> Kind:
     """What config.json says the model is (without a word: causal); with `classes`, it becomes a classifier.
 
-    `config`: transformers' of the source; None: it could not be read, which the loading then tells.
+    `config`: transformers' of the source; None: it could not be read, which loading it then reports.
     """
     if classes:
         return CLASSIFIER

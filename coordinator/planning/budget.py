@@ -132,7 +132,7 @@ def plan_budget(facilities: Sequence[FacilityPace], samples: float) -> Budget:
             reasons.append(f"{f.name} is left out: it would need {first:.4g} s for its least work")
         elif f.maximum_steps == steps[f.name]:
             reasons.append(f"{f.name} is at its limit of {f.maximum_steps} steps")
-    found = _told(facilities, steps, samples, reasons)
+    found = _budget_of(facilities, steps, samples, reasons)
     equal, times = found.equal_steps_seconds, found.equal_steps_seconds / found.round_seconds
     return replace(found, reasons=(*found.reasons, f"equal steps everywhere would take {equal:.4g} s ({times:.2f}x)"))
 
@@ -163,7 +163,7 @@ def plan_within(facilities: Sequence[FacilityPace], bounds: Mapping[str, tuple[i
         for word, count in zip(("least", "most"), bounds[f.name], strict=True)
         if steps[f.name] == count
     ]
-    return _told(held, steps, samples, reasons)
+    return _budget_of(held, steps, samples, reasons)
 
 
 def _short(most: float, samples: float, limit: str) -> Infeasible:
@@ -173,7 +173,7 @@ def _short(most: float, samples: float, limit: str) -> Infeasible:
     )
 
 
-def _told(
+def _budget_of(
     facilities: Sequence[FacilityPace], steps: Mapping[str, int], samples: float, reasons: Sequence[str]
 ) -> Budget:
     """The budget of these steps, of which `samples` were asked for."""

@@ -156,9 +156,9 @@ def shortage(chain: Chain, order: Sequence[int] | None, feasible: object) -> Inf
         position = max(position, end)
     lost = chain.units - position
     if lost > 0:
-        who = "in the given order the devices" if order is not None else "in their own order the devices"
+        order_used = "in the given order the devices" if order is not None else "in their own order the devices"
         text = (
-            f"; {who} hold {position} of {chain.units} units, "
+            f"; {order_used} hold {position} of {chain.units} units, "
             f"and {format_bytes(chain.bytes[-1] - chain.bytes[position])} stay over"
         )
     return Infeasible(

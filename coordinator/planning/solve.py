@@ -130,12 +130,12 @@ def _whole_schedules(problem: Problem) -> list[str]:
     return [one for one in problem.schedules if not is_interleaved(one)] or ["1f1b"]
 
 
-def _fastest(problem: Problem, plans: Sequence[Plan], **told: Any) -> Plan:
-    """The plan that is predicted to be fastest, with its bound, its gap and what its method has `told`."""
+def _fastest(problem: Problem, plans: Sequence[Plan], **found: Any) -> Plan:
+    """The plan that is predicted to be fastest, with its bound, its gap and what its method has `found`."""
     best = fastest(problem, plans)
     assert best.predicted_seconds is not None
     bound = min(joint_bound(problem).seconds, best.predicted_seconds)
-    return replace(best, lower_bound_seconds=bound, gap=gap(best.predicted_seconds, bound), **told)
+    return replace(best, lower_bound_seconds=bound, gap=gap(best.predicted_seconds, bound), **found)
 
 
 def _place(problem: AnyProblem, stop: Stop, seed: int) -> Plan:

@@ -19,7 +19,7 @@ def check_base_model(facility: Facility, found: BaseModelAnswer | None) -> list[
     if not lora.base or found is None:
         return []
     if found.error:
-        problem = f"{lora.base} is no model at the facility: {found.error}"
+        problem = f"{lora.base} is not a model at the facility: {found.error}"
         return [fail(name, CHECK, problem, "correct training.lora.base, or fetch the model there")]
     if found.sha256 is None:
         within = f"not hashed within {found.seconds:g} s" if found.seconds else "never hashed"

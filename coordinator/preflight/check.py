@@ -19,7 +19,7 @@ from coordinator.config.deployments import QUEUES, job_template
 from coordinator.config.federation import Facility, Federation, read_federation
 from coordinator.config.firecrest import FIRECREST
 from coordinator.config.settings import ClaimSettings
-from coordinator.console import on_stderr, told_meanwhile
+from coordinator.console import on_stderr, reported_meanwhile
 from coordinator.engine.render import render
 from coordinator.memory.figures import ModelFigures
 from coordinator.preflight.ahead import check_ahead
@@ -117,7 +117,9 @@ def _check(federation: Federation, *, link: bool, submit: bool, progress: Callab
             },
             progress,
         )
-        with told_meanwhile(lambda: "the facilities have answered; what the archive holds is being verified", progress):
+        with reported_meanwhile(
+            lambda: "the facilities have answered; what the archive holds is being verified", progress
+        ):
             archived = archive.result()
     answered = {one.name: answer for one, (_, answer) in zip(federation.facilities, found, strict=True)}
     datasets = {name: answer.dataset for name, answer in answered.items() if answer is not None}
@@ -139,7 +141,7 @@ def answers(asked: Mapping[str, Future[Answer]], progress: Callable[[str], None]
         answered = f"{len(asked) - len(names)} of {number_of(len(asked), 'facility', 'facilities')} answered"
         return f"{answered}, waiting for {names_of(names)}" if names else ""
 
-    with told_meanwhile(missing, progress):
+    with reported_meanwhile(missing, progress):
         return [one.result() for one in asked.values()]
 
 

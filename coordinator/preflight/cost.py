@@ -175,7 +175,9 @@ def check_hours(federation: Federation, facility: Facility, deployment: Deployme
     with_gpus = f" with {number_of(gpus, 'GPU')}" if gpus else ""
     each = f"{number_of(nodes, 'node')}{with_gpus}, {hours:g} h each"
     return ok(
-        facility.name, "node-hours", f"at most {limit} ({told_jobs(federation)} of {each}){told_more(federation)}"
+        facility.name,
+        "node-hours",
+        f"at most {limit} ({describe_jobs(federation)} of {each}){describe_further_jobs(federation)}",
     )
 
 
@@ -184,13 +186,13 @@ def jobs_of(federation: Federation) -> int:
     return federation.rounds + federation.final_evaluation
 
 
-def told_jobs(federation: Federation) -> str:
+def describe_jobs(federation: Federation) -> str:
     """Rounds and final evaluation, whose jobs a facility runs, in words."""
     final = " and the final evaluation" if federation.final_evaluation else ""
     return f"{number_of(federation.rounds, 'round')}{final}"
 
 
-def told_more(federation: Federation) -> str:
+def describe_further_jobs(federation: Federation) -> str:
     """What makes more jobs of these."""
     repeated = ["run out of time and come back"] if federation.come_backs else []
     repeated += ["fail and are repeated"] if federation.retries else []

@@ -59,7 +59,7 @@ def facility_disk(
     As a round ends the state before it and the new one are there: two times AdamW's moments, with the walks where
     drift is corrected (and a third time after an update that was not used); beside them until the update is complete
     the checkpoint in the middle of the round (master weights and moments) of a job that ran out of time, and, where
-    jobs are told when to save, the older one that it takes the place of. `sending`: the encoding of received models: as
+    jobs are asked to save, the older one that it takes the place of. `sending`: the encoding of received models: as
     one arrives, its message and the two models that are kept are there beside it. `changed`: values of a model that a
     round changes; None: those that this facility trains.
 

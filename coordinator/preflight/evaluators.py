@@ -14,7 +14,7 @@ EVALUATOR = "lm_eval"
 
 
 def check_tasks(federation: Federation, name: str, optional: Mapping[str, str | None] | None) -> list[Row]:
-    """Whether a facility that evaluates on tasks has lm-eval; no row for others, or where that is not told.
+    """Whether a facility that evaluates on tasks has lm-eval; no row for others, or where that is not reported.
 
     `optional`: what its probe said of packages that only some settings need. A warning: an evaluation that fails costs
     the round nothing but the scores.

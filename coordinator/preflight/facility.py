@@ -78,14 +78,14 @@ def probe_facility(
     return replace(answer, clock=clock_ahead(text.partition("\n")[0], before, after))
 
 
-def clock_ahead(told: str, before: float, after: float) -> float:
+def clock_ahead(answered: str, before: float, after: float) -> float:
     """Seconds by which a clock is ahead at least, negative: behind; 0: it agrees as far as can be seen.
 
-    `told`: whole seconds since 1970, some time between `before` and `after` on the clock here.
+    `answered`: whole seconds since 1970, some time between `before` and `after` on the clock here.
     """
-    if not re.fullmatch(r"[0-9]{1,12}", told.strip()):
+    if not re.fullmatch(r"[0-9]{1,12}", answered.strip()):
         return 0.0
-    least, most = int(told) - after, int(told) + 1 - before
+    least, most = int(answered) - after, int(answered) + 1 - before
     return max(0.0, least) + min(0.0, most)
 
 

@@ -106,7 +106,7 @@ def task_in(word: Any) -> Task | None:
 
 
 def task_here(federation: Federation, facility: Facility) -> Task | None:
-    """The task of a dataset on this machine; None where it is elsewhere, or is none, which another check tells."""
+    """The task of a dataset on this machine; None where it is elsewhere, or is none, which another check reports."""
     if facility.deployment.type != "local":
         return None
     try:

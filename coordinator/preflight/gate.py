@@ -8,7 +8,7 @@ from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.engine.render import facility_settings
 from coordinator.preflight.ahead import check_ahead
-from coordinator.preflight.cost import jobs_of, measure_link, told_jobs, told_more
+from coordinator.preflight.cost import describe_further_jobs, describe_jobs, jobs_of, measure_link
 from coordinator.preflight.gate_answer import GateSummary, summary_or_none
 from coordinator.preflight.probe_answer import PROBE_SECONDS, ProbeAnswer, answer_or_row
 from coordinator.preflight.remote import (
@@ -61,7 +61,9 @@ def check_gate(federation: Federation, facility: Facility, *, link: bool) -> lis
     if deployment.type != "ssh":
         rows.append(_queue(name, deployment))
         hours = jobs_of(federation) * summary.nodes * summary.hours
-        found = f"at most {hours:g} ({told_jobs(federation)}, by the site's policy){told_more(federation)}"
+        found = (
+            f"at most {hours:g} ({describe_jobs(federation)}, by the site's policy){describe_further_jobs(federation)}"
+        )
         rows.append(ok(name, "node-hours", found))
         rows += _ahead(federation, facility, summary)
     return [*rows, _link(name, deployment)] if link else rows

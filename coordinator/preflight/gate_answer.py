@@ -18,7 +18,7 @@ MOST_NAMES = 100
 
 @dataclass(frozen=True, kw_only=True)
 class GateSummary:
-    """A site's policy as its gate reports it. Texts are clean, and '' where the gate does not tell them."""
+    """A site's policy as its gate reports it. Texts are clean, and '' where the gate does not report them."""
 
     version: int = 1
     """Of the gate's requests; one below 2 cannot test settings."""
@@ -39,7 +39,7 @@ class GateSummary:
     minimum_sum: int | None = None
     """Updates that a sum needs at least for this site to help to unmask it."""
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """The policy in a sentence for a person."""
         data = ", ".join(self.datasets) or "datasets that it does not tell"
         return (
@@ -50,7 +50,7 @@ class GateSummary:
 
 
 def summary_or_none(text: str) -> GateSummary | None:
-    """The summary; None where what answered is no gate."""
+    """The summary; None where what answered is not a gate."""
     try:
         return read_gate_answer(text)
     except ManifestError:

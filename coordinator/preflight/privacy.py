@@ -66,7 +66,7 @@ def check_differential_privacy(federation: Federation, facility: Facility, answe
     train, validation = counts["train"], counts["validation"]
     batch, name = facility.training.batch_sequences, facility.name
     if train < batch or not validation:
-        return []  # the dataset's own rows tell
+        return []  # the dataset's own rows say so
     if settings.delta > 1 / train:
         return [
             fail(

@@ -37,7 +37,7 @@ class DatasetAnswer:
     """By split; empty where blocks join documents."""
     classes: int = 0
     hides_rests: bool = False
-    """Whether it does not tell where a document goes on in the next block."""
+    """Whether it does not record where a document goes on in the next block."""
     tokenizer_sha256: str | None = None
     chat_template_sha256: str | None = None
     classes_sha256: str | None = None

@@ -109,7 +109,7 @@ def check_scheduler(name: str, deployment: Deployment, template: str, *, submit:
 def _slurm(name: str, deployment: Deployment, job: str) -> Row:
     """`sbatch --test-only` checks everything and submits nothing (https://slurm.schedmd.com/sbatch.html)."""
     given = deployment.options.items()
-    options = [f"--{_dashed(key)}={value}" for key, value in given if not isinstance(value, bool)]  # 1 is no flag
+    options = [f"--{_dashed(key)}={value}" for key, value in given if not isinstance(value, bool)]  # 1 is not a flag
     options += [f"--{_dashed(key)}" for key, value in given if value is True]
     script = f"{_batch(deployment).trial} {shlex.join(options)} <<'CROSSFED_JOB' 2>&1\n{job}\nCROSSFED_JOB\n"
     answer = run_there(deployment, script, seconds=60)
@@ -214,7 +214,7 @@ def _other(name: str, deployment: Deployment, job: str) -> Row:
     answer = run_there(deployment, queue.survey + "\n")
     if answer.code != 0:
         said = _last(answer, queue.program)
-        return fail(name, "job accepted", f"{queue.title} does not tell its queues: {said}", "wait, or ask the site")
+        return fail(name, "job accepted", f"{queue.title} does not list its queues: {said}", "wait, or ask the site")
     usable = [one.name for one in queue.read_partitions(answer.out) if one.open]
     if named and named not in usable:
         return fail(
@@ -252,7 +252,7 @@ def _flux(name: str, deployment: Deployment, job: str) -> Row:
         return fail(
             name,
             "job accepted",
-            f"Flux does not tell its queues: {_last(answer, 'flux')}",
+            f"Flux does not list its queues: {_last(answer, 'flux')}",
             "wait, or ask the site: its Flux instance may be down",
         )
     problem, fix = flux_refusal(answer.out, str(wanted), wanted_nodes(deployment, job)[0])

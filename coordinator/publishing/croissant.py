@@ -31,7 +31,7 @@ CONTEXT = {
 
 
 HEADER_BYTES = 128
-"""Of a file of token blocks, before its rows; how large an image is, no count tells."""
+"""Of a file of token blocks, before its rows; how large an image is, no count says."""
 
 
 def card(name: str, dataset: Mapping[str, Any], public: PublicSettings) -> dict[str, Any]:

@@ -116,10 +116,10 @@ def name_the_base(model: Path, base: str) -> dict[str, str]:
     file = model / CONFIG
     if not file.is_file():
         return {}
-    told = read_adapter_config(model)
-    if not (told.get("task_type") or told.get("auto_mapping")):
-        told |= loaded_as(class_in(model))
-    write_json(file, told | {"base_model_name_or_path": base})
+    config = read_adapter_config(model)
+    if not (config.get("task_type") or config.get("auto_mapping")):
+        config |= loaded_as(class_in(model))
+    write_json(file, config | {"base_model_name_or_path": base})
     return {CONFIG: sha256_of(file)}
 
 
@@ -181,7 +181,7 @@ def _leave_out_private(data: dict[str, Any], unnamed: Collection[str]) -> None:
         one["reason"] = "" if name in unnamed else one["reason"]
     gaps = data["matrix"].get("gaps", {})
     gaps.update({name: "not all models were evaluated there" for name in gaps if name in unnamed})
-    data["versions"] = {who: packages for who, packages in data["versions"].items() if who not in unnamed}
+    data["versions"] = {name: packages for name, packages in data["versions"].items() if name not in unnamed}
 
 
 def _publishable(line: str) -> str:

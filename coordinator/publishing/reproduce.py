@@ -133,7 +133,10 @@ def instructions(federation: Federation, names: Mapping[str, str], data: Mapping
         *_about_names(names),
         "## Versions",
         "",
-        *(f"- {names.get(who, who)}: {', '.join(f'{p} {v}' for p, v in of.items())}" for who, of in versions.items()),
+        *(
+            f"- {names.get(name, name)}: {', '.join(f'{p} {v}' for p, v in of.items())}"
+            for name, of in versions.items()
+        ),
         "",
         "All packages are in `sbom.json`.",
         "",
@@ -190,7 +193,7 @@ def unrepeatable(federation: Federation, names: Mapping[str, str], data: Mapping
             found.append(f"in round {entry['round']} replicas were lost, at {', '.join(lost)}")
         again = [line for line in entry.get("changes", []) if line.startswith(AGAIN)]
         if again:
-            found.append(f"round {entry['round']} was {again[0]}, after rounds that are no part of this")
+            found.append(f"round {entry['round']} was {again[0]}, after rounds that are not part of this")
         if len(entry.get("changes", [])) > len(again):
             found.append(f"federation.yml was changed before round {entry['round']} (`history.json` says how)")
         if entry.get("next_steps_reason", "").startswith("moved") and not entry.get("next_end"):

@@ -20,12 +20,12 @@ def bill_of_materials(
     """
     found: dict[tuple[str, str], set[str]] = {}
     for package in importlib.metadata.distributions():
-        told = package.metadata
-        if "Name" in told and "Version" in told:  # what an installation that broke off leaves may lack them
-            found.setdefault((_normal(told["Name"]), told["Version"]), set()).add(own_name)
-    for who, packages in versions.items():
+        metadata = package.metadata
+        if "Name" in metadata and "Version" in metadata:  # what an installation that broke off leaves may lack them
+            found.setdefault((_normal(metadata["Name"]), metadata["Version"]), set()).add(own_name)
+    for facility, packages in versions.items():
         for title, version in packages.items():
-            found.setdefault((_normal(title), version), set()).add(who)
+            found.setdefault((_normal(title), version), set()).add(facility)
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",

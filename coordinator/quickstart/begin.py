@@ -82,7 +82,7 @@ def begin(request: Request, dialog: Dialog) -> Path:
     What an earlier run of the same command did is recognised at every step.
     """
     if os.path.lexists(request.folder) and not request.folder.is_dir():
-        raise InputError(f"{request.folder} is no folder, expected one to make, or that of a federation")
+        raise InputError(f"{request.folder} is not a folder, expected one to make, or that of a federation")
     file = federation_file(request.folder)
     texts, surveys = dict(request.data), {}
     if file.exists():
@@ -201,7 +201,7 @@ def _facility(
     request: Request, dialog: Dialog, name: str, login: Deployment, behind: GateSummary | None
 ) -> tuple[Choice, Survey | None]:
     if behind is not None:
-        log.info("%s: %s", name, behind.said())
+        log.info("%s: %s", name, behind.describe())
         return choose_gated(dialog, name, login, behind, request.data.get(name, ""), request.name), None
     if not login.host:
         path = Path(_data(request, dialog, name, "here", _not_here)).expanduser().resolve()
@@ -216,7 +216,7 @@ def _facility(
         return f"{data} does not exist there or cannot be read" if surveys[-1].data == "missing" else ""
 
     data = _data(request, dialog, name, "there", not_there)
-    log.info("%s: %s", name, _told(surveys[-1]))
+    log.info("%s: %s", name, _describe_survey(surveys[-1]))
     return choose(dialog, name, login, surveys[-1], data), surveys[-1]
 
 
@@ -235,7 +235,7 @@ def _not_here(data: str) -> str:
     return "" if present.exists(path) else f"{path} does not exist"
 
 
-def _told(survey: Survey) -> str:
+def _describe_survey(survey: Survey) -> str:
     queue = survey.scheduler.title if survey.scheduler else "no scheduler"
     pythons = ", ".join(f"{one.command} {one.version[0]}.{one.version[1]}" for one in survey.pythons[:2]) or "no Python"
     network = "internet" if survey.internet else "no internet"

@@ -110,7 +110,7 @@ def _with_queue(dialog: Dialog, chosen: Choice, survey: Survey, queue: BatchSche
     named = _word(dialog, f"{name}.partition", proposal, must=bool(survey.partitions))
     _known(f"{name}.partition", named, [each.name for each in survey.partitions])
     one = next((each for each in survey.partitions if each.name == named), Partition(name=named))
-    why["partition"] = one.said()
+    why["partition"] = one.describe()
     charged = _word(dialog, f"{name}.account", account(survey.accounts), must=False)
     _known(f"{name}.account", charged, survey.accounts)
     shipped = site_template(chosen.login.host)

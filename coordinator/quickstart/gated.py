@@ -26,7 +26,7 @@ LIMITS = (
 
 
 def ask_gate(login: Deployment) -> GateSummary | None:
-    """The gate's summary; None if nothing answers, or what answers is no gate."""
+    """The gate's summary; None if nothing answers, or what answers is not a gate."""
     found = summary_or_none(gate.send_to_gate(login, "hello").out)
     if found is None or not (NAME.fullmatch(found.facility) and WORKDIR.fullmatch(found.workdir)):
         return None
@@ -56,7 +56,7 @@ def choose_gated(
         if not found.datasets or dataset in found.datasets:
             return ""
         return (
-            f"{dataset} is no dataset of the policy behind its gate, and text is prepared by the site itself: "
+            f"{dataset} is not a dataset of the policy behind its gate, and text is prepared by the site itself: "
             f"give --data {name}=PATH with one of {', '.join(found.datasets)}"
         )
 

@@ -51,7 +51,7 @@ def partition(partitions: Sequence[Partition], accounts: Sequence[str]) -> Propo
     if not usable:
         return Proposal(value="", why="the scheduler names no partition or queue that is open to this account")
     best = max(usable, key=lambda one: (bool(one.gpus), not SMALL.search(one.name), one.default, one.nodes))
-    why = best.said() + ("; the site's default" if best.default else "")
+    why = best.describe() + ("; the site's default" if best.default else "")
     return Proposal(value=best.name, why=why, others=tuple(one.name for one in usable if one is not best))
 
 

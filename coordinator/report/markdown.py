@@ -177,8 +177,8 @@ def privacy(data: Mapping[str, Any]) -> list[str]:
     titles = ["facility", "epsilon so far", "at the end", "delta", "unit", "noise multiplier", "steps"]
     titles += ["epsilon so far, validation data", "noise in losses, nats"]
     masks = [f"{masked_sentence(data['masking'])}.".capitalize(), ""] if data["masking"] else []
-    told = [*table(titles, budgets), *(line for gap in gaps for line in (gap, ""))] if budgets else []
-    return ["## Privacy", "", *told, *masks] if budgets or masks else []
+    lines = [*table(titles, budgets), *(line for gap in gaps for line in (gap, ""))] if budgets else []
+    return ["## Privacy", "", *lines, *masks] if budgets or masks else []
 
 
 def tasks(data: Mapping[str, Any]) -> list[str]:

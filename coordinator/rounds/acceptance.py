@@ -87,13 +87,13 @@ def unrecorded_changes(archive: Archive) -> list[str]:
 
 def _taken_over(archive: Archive) -> list[str]:
     """Of the changes that are not yet in a round's file, those that a start went on under: one that was killed before
-    it took the description over has told changes that may have been undone since, or are found anew."""
+    it took the description over has reported changes that may have been undone since, or are found anew."""
     note = archive.read_note(CHANGES)
     killed = "under" in note and note["under"] != digest_of(archive.read_note(NOTE))
     now = unrecorded_changes(archive)
     return [str(one) for one in note.get("before", [])] if killed and now else now
 
 
-def drop_told(archive: Archive) -> None:
+def drop_recorded_changes(archive: Archive) -> None:
     """Forget the note of changes, which are in a round's file now."""
     archive.drop_note(CHANGES)

@@ -40,7 +40,7 @@ def order(model: Path, settings: CoordinatorSettings) -> None:
     )
 
 
-def order_or_tell(model: Path, settings: CoordinatorSettings) -> None:
+def sign_order_or_warn(model: Path, settings: CoordinatorSettings) -> None:
     """Sign the order, in a step that must not fail: without a signature, facilities that want one refuse the round."""
     try:
         order(model, settings)

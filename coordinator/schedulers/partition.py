@@ -33,7 +33,7 @@ class Partition:
     allowed: frozenset[str] = frozenset()
     """Accounts that may use it; empty: all."""
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """The figures for a reader."""
         parts = [number_of(self.nodes, "node")] if self.nodes else []
         parts += [number_of(self.cores, "core")] if self.cores else []

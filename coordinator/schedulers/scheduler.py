@@ -93,7 +93,7 @@ class Ending:
 
 
 def exit_code(code: object) -> int | None:
-    """A scheduler's word for an exit code; None: it is no whole number of at most ten digits."""
+    """A scheduler's word for an exit code; None: it is not a whole number of at most ten digits."""
     return int(str(code)) if re.fullmatch(r"-?[0-9]{1,10}", str(code)) else None
 
 

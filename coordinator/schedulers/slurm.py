@@ -82,7 +82,7 @@ class Slurm(BatchScheduler):
         ),
         (
             r"BadConstraints|ReqNodeNotAvail.*|NodeDown",
-            "nodes it asks for are down, reserved or do not exist: `sinfo -R` tells why; "
+            "nodes it asks for are down, reserved or do not exist: `sinfo -R` says why; "
             "ask for others, or wait for the site's maintenance to end",
         ),
         (r"ReservationDeleted|ReservationInvalid", "its reservation is gone: remove --reservation"),

@@ -52,21 +52,21 @@ class CommonEnds:
         )
         return loads.end(float(self.samples[known].sum()))
 
-    def work(self, who: Indices, left: Array) -> Array:
+    def work(self, index: Indices, left: Array) -> Array:
         """Rounds' work of jobs that begin `left` seconds before the end of their round."""
         if not np.isfinite(left).all():
-            return np.ones(len(who))
-        fits = np.maximum(left - self.back[who], 0.0) / self.seconds[who]
-        whole = self.whole[who]
+            return np.ones(len(index))
+        fits = np.maximum(left - self.back[index], 0.0) / self.seconds[index]
+        whole = self.whole[index]
         steps = np.where(np.isinf(whole), fits, np.floor(fits * np.where(np.isinf(whole), 1.0, whole) + 1e-9) / whole)
-        return np.where(self.known[who], np.clip(steps, self.least[who], self.most[who]), 1.0)
+        return np.where(self.known[index], np.clip(steps, self.least[index], self.most[index]), 1.0)
 
-    def began(self, who: Indices, beside: Array, back: Array) -> None:
+    def began(self, index: Indices, beside: Array, back: Array) -> None:
         """Note jobs under way: the seconds that they need beside training, and those of their update's transfer."""
-        self._beside[who], self._back[who] = beside, back
+        self._beside[index], self._back[index] = beside, back
 
-    def arrived(self, who: Indices) -> None:
+    def arrived(self, index: Indices) -> None:
         """Their updates are there: what they needed is known from now on."""
-        self.waits[who] = np.roll(self.waits[who], -1, axis=1)
-        self.waits[who, -1] = np.maximum(self._beside[who], 0.0)
-        self.back[who] = self._back[who]
+        self.waits[index] = np.roll(self.waits[index], -1, axis=1)
+        self.waits[index, -1] = np.maximum(self._beside[index], 0.0)
+        self.back[index] = self._back[index]

@@ -126,30 +126,30 @@ class _Sites:
             seconds_per_update=settings.aggregate_seconds_per_update,
         )
 
-    def _sent(self, now: Array, who: NDArray[np.intp]) -> Array:
+    def _sent(self, now: Array, index: NDArray[np.intp]) -> Array:
         """When facilities have the model that the coordinator has at `now`."""
         if not self.model:
             return now
         if self.tree is not None:
-            return self.tree.transfers(now + self.tree.model_delay(len(who)), self.model, self.download[who])
-        return finish_times(now, np.full(len(who), self.model), self.download[who], self.capacity)
+            return self.tree.transfers(now + self.tree.model_delay(len(index)), self.model, self.download[index])
+        return finish_times(now, np.full(len(index), self.model), self.download[index], self.capacity)
 
-    def _returned(self, trained: Array, who: NDArray[np.intp], back: NDArray[np.bool_]) -> Array:
+    def _returned(self, trained: Array, index: NDArray[np.intp], back: NDArray[np.bool_]) -> Array:
         """Times at which the updates of facilities that come `back` are at their coordinator."""
         end = trained.copy()
         if not self.update or not back.any():
             return end
         if self.tree is not None:
-            return np.where(back, self.tree.transfers(trained, self.update, self.upload[who]), end)
+            return np.where(back, self.tree.transfers(trained, self.update, self.upload[index]), end)
         amount = np.full(int(back.sum()), self.update)
-        end[back] = finish_times(trained[back], amount, self.upload[who[back]], self.capacity)
+        end[back] = finish_times(trained[back], amount, self.upload[index[back]], self.capacity)
         return end
 
-    def delivered(self, who: NDArray[np.intp], work: Array) -> float:
-        """Samples of the updates of facilities `who`, whose jobs are known from now on."""
+    def delivered(self, index: NDArray[np.intp], work: Array) -> float:
+        """Samples of the updates of facilities `index`, whose jobs are known from now on."""
         if self.ends is not None:
-            self.ends.arrived(who)
-        return float(work @ self.samples[who])
+            self.ends.arrived(index)
+        return float(work @ self.samples[index])
 
     def following(self, close: float, end: Array, updates: int) -> float:
         """When the next model is there, for a round that closes at `close`."""
@@ -158,26 +158,26 @@ class _Sites:
         settings = self.federation
         return close + settings.aggregate_seconds + settings.aggregate_seconds_per_update * updates
 
-    def turn(self, who: NDArray[np.intp], now: Array, round_begins: float = 0.0) -> _Turns:
-        """Facilities `who` begin a turn at `now`; their transfers share the coordinator's link.
+    def turn(self, index: NDArray[np.intp], now: Array, round_begins: float = 0.0) -> _Turns:
+        """Facilities `index` begin a turn at `now`; their transfers share the coordinator's link.
 
         `round_begins`: when the model was made that they begin from.
         """
         until = np.inf if self.ends is None else round_begins + self.ends.next()
-        work = np.ones(len(who))
-        there = self._sent(now, who)
-        trained, gave_up = there.copy(), np.zeros(len(who), dtype=bool)
+        work = np.ones(len(index))
+        there = self._sent(now, index)
+        trained, gave_up = there.copy(), np.zeros(len(index), dtype=bool)
         started = there.copy()
-        training, queueing, last = np.zeros(len(who)), np.zeros(len(who)), np.zeros(len(who))
-        failures = np.zeros(len(who))
+        training, queueing, last = np.zeros(len(index)), np.zeros(len(index)), np.zeros(len(index))
+        failures = np.zeros(len(index))
         for number, site in enumerate(self.federation.facilities):
-            trying = np.flatnonzero(self.site_of[who] == number)
+            trying = np.flatnonzero(self.site_of[index] == number)
             for attempt in range(site.attempts):
                 if not len(trying):
                     break
                 queued = site.queue.draw(self.random, len(trying))
                 if self.ends is not None and attempt == 0:  # another attempt keeps the steps of the first
-                    work[trying] = self.ends.work(who[trying], until - there[trying] - queued)
+                    work[trying] = self.ends.work(index[trying], until - there[trying] - queued)
                 full = (
                     work[trying]
                     * site.train_seconds
@@ -195,9 +195,9 @@ class _Sites:
                 trying = trying[failed]
                 if attempt == site.attempts - 1:
                     gave_up[trying] = True
-        end = self._returned(trained, who, ~gave_up)
+        end = self._returned(trained, index, ~gave_up)
         if self.ends is not None:
-            self.ends.began(who, beside=end - now - last, back=end - trained)
+            self.ends.began(index, beside=end - now - last, back=end - trained)
         return _Turns(
             end=end,
             gave_up=gave_up,
@@ -243,9 +243,9 @@ class _Account:
         self.queueing -= float(queued.sum())
         self.training -= float((left - queued + after(started, trained)).sum())
 
-    def draw(self, who: NDArray[np.intp], turns: _Turns, now: Array, number: int) -> None:
+    def draw(self, index: NDArray[np.intp], turns: _Turns, now: Array, number: int) -> None:
         """Add this turn to the timeline."""
-        for place, facility in enumerate(who):
+        for place, facility in enumerate(index):
             moments = [float(now[place]), *(float(part[place]) for part in turns.parts)]
             names = (f"act {number}", f"queue {number}", f"F{number}", f"grad {number}")
             for name, begin, end in zip(names, moments, moments[1:], strict=False):
@@ -324,13 +324,13 @@ def _asynchronous(federation: Scenario, sites: _Sites) -> FederationResult:
     """No facility waits for another, so turns are independent (each transfer has the speed of its own link)."""
     count, wanted = federation.size, federation.size * federation.rounds
     sites.capacity = float("inf")
-    who = np.arange(count)
+    index = np.arange(count)
     block = max(16, federation.rounds // 4)
     pause = federation.aggregate_seconds + federation.aggregate_seconds_per_update
     blocks: list[tuple[_Turns, Array]] = []
     reached = np.zeros(count)
     while True:
-        turns = sites.turn(np.repeat(who, block), np.zeros(count * block))
+        turns = sites.turn(np.repeat(index, block), np.zeros(count * block))
         ends = reached[:, None] + np.cumsum(turns.end.reshape(count, block) + pause, axis=1)
         blocks.append((turns, ends))
         reached = ends[:, -1]

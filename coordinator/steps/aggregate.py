@@ -18,7 +18,7 @@ from coordinator.aggregation.sources import DamagedUpdate
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit, failures_of
-from coordinator.rounds.order import order_or_tell
+from coordinator.rounds.order import sign_order_or_warn
 from coordinator.steps.arrived import CollectedRound, sort_out
 from coordinator.steps.blame import to_blame
 from coordinator.steps.commit import commit
@@ -101,7 +101,7 @@ def run_step(arguments: argparse.Namespace, close: Callable[[CollectedRound], Ne
             archive.write_note("stopped", {"round": arguments.round, "reason": reason})
         log.error("round %d cannot be closed: %s", arguments.round, clean_text(reason))
         following = NextRound(arguments.model, arguments.round, proceed=False)
-    order_or_tell(following.deliver(), settings)
+    sign_order_or_warn(following.deliver(), settings)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coordinator.aggregation.adapter_fit import check_adapters, check_told
+from coordinator.aggregation.adapter_fit import check_adapters, check_as_agreed
 from coordinator.aggregation.masked_moments import check_masked_moments
 from coordinator.aggregation.unmasking import match_masked
 from coordinator.aggregation.updates import holds_adapters
@@ -39,7 +39,7 @@ def check_masked(update: Path, manifest: Manifest, sent: Sent, expected: Expecte
         )
     if agreed is not None:
         check_adapters(sent.checkpoint, opened, facility)
-        check_told(sent.checkpoint, opened, agreed, facility)
+        check_as_agreed(sent.checkpoint, opened, agreed, facility)
         if odd := {entry.dtype for entry in opened.tensors.values()} - {DTYPES[bits]}:
             raise UpdateRefused(facility, f"it holds tensors of {sorted(odd)}, expected {DTYPES[bits]}")
     else:

@@ -21,14 +21,14 @@ from coordinator.aggregation.run import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.archive.best import best_round
-from coordinator.archive.privacy import told_deviations
-from coordinator.archive.rewind import rewind_remarks, rounds_set_aside, tell_rewinds
+from coordinator.archive.privacy import reported_deviations
+from coordinator.archive.rewind import rewind_remarks, rounds_set_aside, write_rewinds
 from coordinator.archive.rounds import CLIPS, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.models import keep_updates
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.events.event import emit
-from coordinator.rounds.acceptance import drop_told, unrecorded_changes
+from coordinator.rounds.acceptance import drop_recorded_changes, unrecorded_changes
 from coordinator.rounds.late import read_wait
 from coordinator.rounds.participation import Done, Work, delivered, participation, weight_of, work_in_a_delivery
 from coordinator.rounds.presence import present_share
@@ -37,7 +37,7 @@ from coordinator.rounds.weight_limit import Capped, cap, weight_limit_of
 from coordinator.steps.arrived import CollectedRound
 from coordinator.steps.decide import Decision, decide_after
 from coordinator.steps.final import compare_next
-from coordinator.steps.following import asks_ahead, tell_released, within_limits
+from coordinator.steps.following import asks_ahead, within_limits, write_released_steps
 from coordinator.steps.global_loss import (
     Renewed,
     deviations_by_model,
@@ -56,7 +56,7 @@ from coordinator.steps.next_round import NextRound
 from coordinator.steps.rows import rows_of
 from coordinator.steps.schedule import decay_factor, with_rate
 from coordinator.steps.send import make_message
-from coordinator.steps.telling import feed_trackers, log_aggregated, note_untold
+from coordinator.steps.telling import feed_trackers, log_aggregated, note_unreported
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.manifest import read_manifest, run_of, with_run
@@ -165,7 +165,7 @@ def rated(round: Commit, settings: AggregationSettings, left_out: Collection[str
         received = {name: report.loss_received for name, report in now.items()}
         reported = plausible([*map(losses_of, round.history), received])
         noised = round.settings.privacy is not None and round.settings.privacy.differential is not None
-        noise = noise_of(reported, told_deviations(round.history, now)) if noised else ()
+        noise = noise_of(reported, reported_deviations(round.history, now)) if noised else ()
         round.watched = guard(global_losses(reported, renewed_by(round)), noise)
     share, to = settings.server_decay_share, settings.server_decay_to
     round.decay = decay_factor(round.number, round.settings.rounds, share=share, to=to)
@@ -231,7 +231,7 @@ def work_of(settings: CoordinatorSettings, model: Path) -> Work:
 
 
 def with_work(round: Commit, rows: list[FacilityRow]) -> list[FacilityRow]:
-    """The rows with the work of each update, which the settings of later rounds do not tell."""
+    """The rows with the work of each update, which the settings of later rounds do not say."""
     if not counts_work(round):
         return rows
     return [dataclasses.replace(row, work=round.work(row.facility, row)) if row.status == "ok" else row for row in rows]
@@ -309,8 +309,8 @@ def describe_round(round: Commit, directory: Path) -> None:
         aggregation=dataclasses.asdict(round.record),
     )
     found = asks_ahead(archive, settings, [*history, round.round_file], directory)
-    tell_released([*rounds_set_aside(archive), *history, found], directory)
-    tell_rewinds(archive, round.model, directory / "model", directory / "message")
+    write_released_steps([*rounds_set_aside(archive), *history, found], directory)
+    write_rewinds(archive, round.model, directory / "model", directory / "message")
     round.round_file, round.decision, round.limited = within_limits(archive, settings, [*history, found], decision, now)
     write_json(directory / "round.json", dataclasses.asdict(round.round_file))
 
@@ -319,7 +319,7 @@ def keep_beside(round: Commit) -> None:
     """Keep what lies beside the round in the archive before the round appears: a commit that is killed in between is
     made again only while the round is not there."""
     archive, number, limited = round.archive, round.number, round.limited
-    note_untold(archive, number)
+    note_unreported(archive, number)
     late = {name: one.round for name, one in round.arrived.reports.items() if one.round < number}
     keep_updates(archive, round.settings, round.arrived.updates, round.left_out, model=round.model, late=late)
     if limited is not None:
@@ -331,7 +331,7 @@ def clean_up(round: Commit) -> None:
     archive, number = round.archive, round.number
     log_aggregated(round.round_file)
     archive.drop_note("attempts")
-    drop_told(archive)
+    drop_recorded_changes(archive)
     archive.write_note(UNDER_WAY, {"round": number + 1, "since": time.time(), "whole": True})
     archive.prune(round.settings.keep_rounds, also=best_round(round.losses) if round.settings.limits else None)
     behind = round.settings.aggregation.maximum_staleness

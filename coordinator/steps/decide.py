@@ -72,7 +72,7 @@ def decide_after(
     noise: list[list[float]] = []
     if deviations and settings.privacy is not None and settings.privacy.differential is not None:
         left = [[{name: one[name] for name in one if name != out} for one in reported] for out in ("", *without)]
-        noise = [noise_of(told, deviations) for told in left]
+        noise = [noise_of(rows, deviations) for rows in left]
     return decide(settings, known, list(without.values()), done=len(losses), noise=noise)
 
 

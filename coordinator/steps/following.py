@@ -42,15 +42,15 @@ def asks_ahead(
     return dataclasses.replace(round_file, next_steps=ahead.steps, next_steps_reason=ahead.reason, next_end=seconds)
 
 
-def tell_released(history: Sequence[RoundFile], directory: Path) -> None:
-    """Say in the new model how many noised steps each facility has told of: one whose ledger holds fewer, for it was
+def write_released_steps(history: Sequence[RoundFile], directory: Path) -> None:
+    """Say in the new model how many noised steps each facility has reported: one whose ledger holds fewer, for it was
     restored from a backup, would spend its privacy budget again."""
-    told: dict[str, int] = {}
+    reported: dict[str, int] = {}
     for row in (row for entry in history for row in entry.facilities if row.privacy):
-        told[row.facility] = max(told.get(row.facility, 0), row.privacy["steps"])
+        reported[row.facility] = max(reported.get(row.facility, 0), row.privacy["steps"])
     for name in ("model", "message"):
-        if told and (directory / name).is_dir():
-            with_extra(directory / name, RELEASED, told)
+        if reported and (directory / name).is_dir():
+            with_extra(directory / name, RELEASED, reported)
 
 
 def ends_anew(archive: Archive, settings: CoordinatorSettings) -> None:

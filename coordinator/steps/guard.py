@@ -39,8 +39,8 @@ class Guard:
 def guard(losses: Sequence[float | None], noise: Sequence[float] = ()) -> Guard:
     """The factor for round `len(losses) - 1`; `losses[r]`: global validation loss of the model that round r received.
 
-    A rise is told. It halves the factor where the loss is above the least one so far by more than `TOLERATED`, and than
-    their noise explains: `noise[r]` is its standard deviation in `losses[r]`, in nats, 0 where there is none.
+    A rise is reported. It halves the factor where the loss is above the least one so far by more than `TOLERATED`, and
+    than their noise explains: `noise[r]` is its standard deviation in `losses[r]`, in nats, 0 where there is none.
     `RECOVERY` falls in a row double the factor. Rounds without a report are skipped.
     """
     factor, falls = 1.0, 0
@@ -82,6 +82,6 @@ def noise_of(reported: Sequence[Told], deviations: Sequence[Told]) -> list[float
     """Standard deviation of the noise in the mean of each round's `reported` losses, in nats. `deviations`: what each
     facility says of its own, by round; none is believed beyond `MOST_DEVIATION`."""
     return [
-        math.hypot(*(min(told.get(name, 0.0), MOST_DEVIATION) for name in losses)) / max(1, len(losses))
-        for losses, told in zip(reported, deviations, strict=True)
+        math.hypot(*(min(noise.get(name, 0.0), MOST_DEVIATION) for name in losses)) / max(1, len(losses))
+        for losses, noise in zip(reported, deviations, strict=True)
     ]

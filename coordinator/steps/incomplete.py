@@ -34,12 +34,12 @@ def ask_again(round: CollectedRound) -> bool:
             "round": number,
             "count": attempt,
             "asked": asked,
-            "failures": _told(arrived),
+            "failures": _describe_failures(arrived),
             "whole": _whole(archive, number, whole),
         },
     )
-    log.warning("round %d is asked for again (attempt %d): %s", number, attempt + 1, _told(arrived))
-    emit("again", round=number, reason=f"attempt {attempt + 1}: {_told(arrived)}")
+    log.warning("round %d is asked for again (attempt %d): %s", number, attempt + 1, _describe_failures(arrived))
+    emit("again", round=number, reason=f"attempt {attempt + 1}: {_describe_failures(arrived)}")
     return True
 
 
@@ -52,7 +52,9 @@ def remember_failed(round: CollectedRound) -> None:
     failed = [name for name, one in arrived.failures.items() if one.kind != "late" and not one.again]
     note = archive.read_note("attempts")
     kept = note if note.get("round") == number else {"round": number, "count": 0}
-    archive.write_note("attempts", kept | {"failures": _told(arrived), "whole": _whole(archive, number, failed)})
+    archive.write_note(
+        "attempts", kept | {"failures": _describe_failures(arrived), "whole": _whole(archive, number, failed)}
+    )
 
 
 def too_few(round: CollectedRound, *, least: int = 0) -> NextRound:
@@ -62,7 +64,7 @@ def too_few(round: CollectedRound, *, least: int = 0) -> NextRound:
     if least > wanted:
         what = f"secure aggregation needs {least} (privacy.threshold, privacy.minimum_sum)"
     remember_failed(round)
-    return _stop(round, f"round {round.number} got {found} sound updates, {what}: {_told(round.arrived)}")
+    return _stop(round, f"round {round.number} got {found} sound updates, {what}: {_describe_failures(round.arrived)}")
 
 
 def wait_for_late(round: CollectedRound) -> bool:
@@ -75,10 +77,14 @@ def wait_for_late(round: CollectedRound) -> bool:
         return False
     attempt, note = number_of_attempt(archive, number), archive.read_note("attempts")
     kept = note if note.get("round") == number else {}
-    archive.write_note("attempts", kept | {"round": number, "count": attempt, "failures": _told(arrived)})
+    archive.write_note("attempts", kept | {"round": number, "count": attempt, "failures": _describe_failures(arrived)})
     discount(Path.cwd().parent, number, [name for name, one in arrived.failures.items() if one.kind != "late"])
-    log.warning("round %d waits for late facilities (attempt %d): %s", number, attempt + 1, _told(arrived))
-    emit("again", round=number, reason=f"attempt {attempt + 1}, for facilities that are late: {_told(arrived)}")
+    log.warning("round %d waits for late facilities (attempt %d): %s", number, attempt + 1, _describe_failures(arrived))
+    emit(
+        "again",
+        round=number,
+        reason=f"attempt {attempt + 1}, for facilities that are late: {_describe_failures(arrived)}",
+    )
     return True
 
 
@@ -119,7 +125,7 @@ def _whole(archive: Archive, number: int, failed: list[str]) -> list[str]:
     return sorted({*failed, *(note.get("whole", []) if note.get("round") == number else [])})
 
 
-def _told(arrived: Arrived) -> str:
+def _describe_failures(arrived: Arrived) -> str:
     """Why each facility failed; of many, each reason once."""
     reasons = {name: failure.reason for name, failure in sorted(arrived.failures.items())}
     groups = group_for_display(reasons, lambda name: kind_of(reasons[name], name))

@@ -137,7 +137,7 @@ def node_seconds(entry: RoundFile, jobs: Jobs | None = None, nodes: Mapping[str,
     """What the jobs of a round used.
 
     As they reported. Where the journal saw a facility's jobs run for longer (some failed, ran out of time, or go on):
-    as long as it saw, times the nodes that the report tells of, else those in `nodes` (of `nodes_of`), else one.
+    as long as it saw, times the nodes that the report names, else those in `nodes` (of `nodes_of`), else one.
     """
     return sum(
         _of_row(row, (jobs or {}).get((entry.round, row.facility), 0.0), (nodes or {}).get(row.facility, 1))
@@ -150,21 +150,23 @@ def aside_node_seconds(entries: Sequence[Entry], aside: Sequence[RoundFile], nod
     together. `aside`: the files of those rounds; `nodes`: of `nodes_of`."""
     every, stands = (job_seconds(some, running=True) for some in (entries, without_rewound(entries)))
     seen = as_delivered({key: max(0.0, seconds - stands.get(key, 0.0)) for key, seconds in every.items()}, aside)
-    told: dict[tuple[int, str], list[FacilityRow]] = {}
+    reported: dict[tuple[int, str], list[FacilityRow]] = {}
     for entry in aside:
         for row in entry.facilities:
-            told.setdefault((entry.round, row.facility), []).append(row)
+            reported.setdefault((entry.round, row.facility), []).append(row)
     used = 0.0
-    for key in seen.keys() | told.keys():
-        each = [_of_row(row, 0.0, 1) for row in told.get(key, [])]
-        counts = [row.nodes for row, one in zip(told.get(key, []), each, strict=True) if one] or [nodes.get(key[1], 1)]
+    for key in seen.keys() | reported.keys():
+        each = [_of_row(row, 0.0, 1) for row in reported.get(key, [])]
+        counts = [row.nodes for row, one in zip(reported.get(key, []), each, strict=True) if one] or [
+            nodes.get(key[1], 1)
+        ]
         used += max(sum(each), seen.get(key, 0.0) * max(counts))
     return used
 
 
 def _of_row(row: FacilityRow, seen: float, nodes: int) -> float:
-    told = float(row.usage.get("node_seconds") or row.seconds)
-    return max(told, seen * (row.nodes if told else nodes))
+    reported = float(row.usage.get("node_seconds") or row.seconds)
+    return max(reported, seen * (row.nodes if reported else nodes))
 
 
 def nodes_of(history: Sequence[RoundFile]) -> dict[str, int]:
@@ -179,7 +181,7 @@ def job_seconds(entries: Sequence[Entry], *, running: bool = False) -> dict[tupl
     """By round and facility, how long its jobs ran, all attempts together, as the journal saw them. `running`: those
     that have not ended as well, until the journal's last line.
 
-    A run that was killed tells of no end: its jobs ran until the next run at the latest, and for no longer than their
+    A run that was killed records no end: its jobs ran until the next run at the latest, and for no longer than their
     templates let them.
     """
     begun: dict[str, Entry] = {}

@@ -278,7 +278,7 @@ def main() -> int:
         report.write(temporary, failure)
     if arguments.update is not None:  # nothing in it says of which federation and round it is, or nothing that counts
         remove_transferred(Path.cwd(), arguments.update)
-    if failure.reason == CARRIED:  # told when the round closed, and nothing is lost
+    if failure.reason == CARRIED:  # reported when the round closed, and nothing is lost
         return 0
     log.warning("round %d goes on without %s: %s", arguments.round, arguments.facility, failure.reason)
     emit("refused", facility=arguments.facility, round=arguments.round, reason=failure.reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from coordinator.aggregation.rebase import MADE
-from coordinator.archive.privacy import told_privacy
+from coordinator.archive.privacy import reported_privacy
 from coordinator.archive.rounds import BUSY, CARRIED, UNREACHED, FacilityRow, RoundFile
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.rounds.unasked import objection_to
@@ -24,7 +24,7 @@ from facility.exchange.messages.report import (
     Failure,
     accuracies_of,
     predicted_memory_of,
-    task_told,
+    task_reported,
 )
 from facility.exchange.messages.strict_json import HEX
 from facility.exchange.messages.usage import usage_of
@@ -90,8 +90,8 @@ def _row(
         failure = arrived.failures.get(name) or Failure(
             facility=name, round=number, reason=left_out[name], kind="refused"
         )
-        told = arrived.reports.get(name) or arrived.dropped_reports.get(name)
-        spent = told_privacy(told) if told is not None else {}  # whatever became of the update
+        report = arrived.reports.get(name) or arrived.dropped_reports.get(name)
+        spent = reported_privacy(report) if report is not None else {}  # whatever became of the update
         return dataclasses.replace(row, status=failure.kind, reason=failure.reason, privacy=spent)
     report = arrived.reports[name]
     late = number - report.round
@@ -99,11 +99,11 @@ def _row(
     return dataclasses.replace(
         row,
         note=note_on(report),
-        privacy=told_privacy(report),
+        privacy=reported_privacy(report),
         drift=drift.to_json() if (drift := drift_of(report)) is not None else {},
         staleness=late,
         weight=weights.get(name, 0.0),
-        task=task_told(report),
+        task=task_reported(report),
         tokens=report.tokens,
         samples=report.samples,
         steps=report.steps,

@@ -18,7 +18,7 @@ from typing import Any
 from coordinator.aggregation.state import belong_to, draw_near
 from coordinator.archive.rounds import REWOUND, Archive
 from coordinator.config.settings import CoordinatorSettings, SendingSettings, read_coordinator_settings
-from coordinator.rounds.order import order_or_tell
+from coordinator.rounds.order import sign_order_or_warn
 from coordinator.steps.options import step_parser
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import MOMENTS
@@ -164,7 +164,7 @@ def main() -> int:
         found = Outgoing(path=arguments.model, encoding="full", reason=f"the archive cannot be read: {error}")
     source = arguments.model if found.encoding == "full" else found.path
     link_tree(source, arguments.out)
-    order_or_tell(arguments.out, settings)
+    sign_order_or_warn(arguments.out, settings)
     log.info("round %d: %s is sent %s", arguments.round, arguments.facility, found)
     return 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
-from coordinator.archive.rewind import finish_rewind, tell_rewinds
+from coordinator.archive.rewind import finish_rewind, write_rewinds
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.config.closing import carries_late
@@ -29,7 +29,7 @@ from coordinator.steps.limits import MOVED, UNDER_WAY, exceeded_in
 from coordinator.steps.limits import NOTE as LIMITED
 from coordinator.steps.next_round import NextRound
 from coordinator.steps.options import step_parser
-from coordinator.steps.telling import tell_untold
+from coordinator.steps.telling import report_unreported
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
 from facility.exchange.files import present
 from facility.exchange.files.paths import resolve_path
@@ -65,7 +65,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> NextR
         emit("problem", text=f"changed: {change}")
     done = archive.rounds()
     archive.write_history()
-    tell_untold(archive, settings)
+    report_unreported(archive, settings)
     history = archive.history()
     if any(change.key.startswith("stop.") for change in changes):
         reopen(archive, settings, history)
@@ -82,7 +82,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> NextR
     sweep_round(Path.cwd(), settings.federation, following, behind=settings.aggregation.maximum_staleness)
     current = archive.model_for(following)
     verify_whole(archive, following)
-    tell_rewinds(archive, current, current, archive.message_for(following))
+    write_rewinds(archive, current, current, archive.message_for(following))
     if goes_on(archive, settings, history):
         check_state_is_there(archive, following)
         before = archive.read_note(UNDER_WAY)

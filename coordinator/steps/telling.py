@@ -20,7 +20,7 @@ UNTOLD = "untold"
 """Note of the archive: a round that is appended, and not reported everywhere yet."""
 
 
-def note_untold(archive: Archive, number: int) -> None:
+def note_unreported(archive: Archive, number: int) -> None:
     """Note, before the round is in the archive, that it is still to be reported."""
     archive.write_note(UNTOLD, {"round": number})
 
@@ -44,7 +44,7 @@ def feed_trackers(archive: Archive, settings: CoordinatorSettings, entry: RoundF
     archive.drop_note(UNTOLD)
 
 
-def tell_untold(archive: Archive, settings: CoordinatorSettings) -> None:
+def report_unreported(archive: Archive, settings: CoordinatorSettings) -> None:
     """Report the round that a killed coordinator had appended; one that it had not is made, and reported, again."""
     number = archive.read_note(UNTOLD).get("round")
     if number in archive.rounds():

@@ -9,7 +9,7 @@ open to all others until then; the last round and the final evaluation wait for 
 A facility that cannot be reached has no job and so nothing to lose: no round waits for it longer than the grace, and
 it begins a later round from the newest model.
 
-What the engine does not tell apart is decided here, inside `streamflow run`, for every kind of connector alike. Late
+What the engine does not distinguish is decided here, inside `streamflow run`, for every kind of connector alike. Late
 jobs are remembered on disk (`coordinator.rounds.late`): a run that is killed finds them again.
 """
 
@@ -45,7 +45,7 @@ from coordinator.rounds.late import (
 from coordinator.rounds.lost import move_lost
 from coordinator.streamflow_plugin.errand import Errand, Work
 from coordinator.streamflow_plugin.grace import best_grace, closes_after, usual_quorum
-from coordinator.streamflow_plugin.problems import ROUND, report_problem, tell_away, tell_back
+from coordinator.streamflow_plugin.problems import ROUND, report_away, report_back, report_problem
 from coordinator.streamflow_plugin.this_run import settings_of_run
 
 INPUT = "round"
@@ -283,10 +283,10 @@ class Closing:
             try:
                 await errand.reach()
             except Exception as error:
-                tell_away(errand.facility, str(error), ROUND)
+                report_away(errand.facility, str(error), ROUND)
                 await asyncio.sleep(self.pause_seconds)
             else:
-                tell_back(errand.facility, ROUND)
+                report_back(errand.facility, ROUND)
                 return
 
     async def _ends_first(self, facility: str, work: Work, gate: Gate, *, stays: bool) -> bool:
@@ -351,12 +351,12 @@ class Closing:
                 gate.delivered.add(facility)
             if facility in gate.delivered and len(gate.delivered) == self.quorum:
                 grace = self._closes_in(gate, number)
-                self._tell_wait(number, grace)
+                self._report_wait(number, grace)
                 self._after(gate.close, grace)
                 self._after(gate.closed_to_unreached.set, min(grace, self.settings.away))
         return result
 
-    def _tell_wait(self, number: int, grace: float) -> None:
+    def _report_wait(self, number: int, grace: float) -> None:
         """How long the round stays open for those that are still to come, and why; also to the step that commits it."""
         if self.quorum == self.facilities or number >= self.rounds:
             return

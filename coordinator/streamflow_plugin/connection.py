@@ -20,7 +20,7 @@ CIPHERS = ["aes128-gcm@openssh.com", "aes256-ctr", "aes192-ctr", "aes128-ctr"]
 """Ciphers that StreamFlow asks for, in its order."""
 ALIVE_SECONDS = 30.0
 """Between two questions whether a connection that carries nothing still lives: firewalls forget those that are idle
-for some minutes, and tell neither side."""
+for some minutes, and inform neither side."""
 ALIVE_COUNT = 20
 """Questions without an answer after which it is given up: ten minutes, so that a login node may hang for a while."""
 
@@ -93,7 +93,7 @@ class CarefulContext(SSHContext):
         try:
             connection = await super().get_connection()
             if self._login is not None:
-                self._login.tell_reached()
+                self._login.report_reached()
             return connection
         except WrongHostKey as error:
             await self._forget()
@@ -110,7 +110,7 @@ class CarefulContext(SSHContext):
         except (OSError, asyncssh.Error) as error:
             await self._forget()
             if self._login is not None:
-                self._login.tell_unreachable(self.get_hostname(), error)
+                self._login.report_unreachable(self.get_hostname(), error)
             if isinstance(error, ConnectionError | TimeoutError | asyncssh.Error):
                 raise
             raise ConnectionError(str(error)) from error

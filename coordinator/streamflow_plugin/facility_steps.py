@@ -61,7 +61,7 @@ OUR_FAULT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE
 
 
 def ours(error: Exception) -> bool:
-    """True for what ends the run, since it is no facility's: this machine's disk, memory or database, an engine that
+    """True for what ends the run, since it is not a facility's: this machine's disk, memory or database, an engine that
     ends. Whatever else the work for a facility raises (a scheduler that names no job, answers that make no sense or
     none for an hour) is that facility's absence."""
     known = isinstance(error, FailureHandlingException | sqlite3.Error | MemoryError)

@@ -27,7 +27,7 @@ class Finishing:
                 self._since.pop(job, None)
             elif now - self._since.setdefault(job, now) >= FINISHING_SECONDS:
                 self._since[job] = math.inf
-                who = f"{scheduler.title} of {deployment}"
+                subject = f"{scheduler.title} of {deployment}"
                 report_problem(
-                    f"job {job} has ended its work; {who} still clears up after it ({state}); waiting", logging.INFO
+                    f"job {job} has ended its work; {subject} still clears up after it ({state}); waiting", logging.INFO
                 )

@@ -126,12 +126,12 @@ class FirecrestConnector(BaseConnector):
                 last = error
                 logger.warning(f"{self.api.url}: attempt {attempt}: {error}")
                 if self._login is not None:
-                    self._login.tell_unreachable(self.api.url, error)
+                    self._login.report_unreachable(self.api.url, error)
                 if attempt + 1 < tries:
                     await asyncio.sleep(self.retryDelay)
             else:
                 if self._login is not None:
-                    self._login.tell_reached()
+                    self._login.report_reached()
                 return answer
         raise WorkflowExecutionException(f"{NO_ANSWER}, tried {tries} times, last: {last}") from last
 

@@ -171,7 +171,7 @@ class Api:
 
 
 def read_secret(file: str) -> str:
-    """The secret in a file. Raises `OSError`, also for what is no text: trying again does not better it."""
+    """The secret in a file. Raises `OSError`, also for what is not text: trying again does not better it."""
     leave_no_core()
     path = Path(file).expanduser()
     try:

@@ -27,7 +27,7 @@ PYTHON, OUT = ["python3", "-m"], ["--out", "update"]
 LOGIN = {"facility.keys": "keys", "facility.unmask": "unmask"}
 """Verb of each command that needs no queue."""
 MOST_HOURS = 168.0
-"""What a site's policy counts for at most as the time limit of its jobs, and what stands for it where none is told."""
+"""What a site's policy counts for at most as the time limit of its jobs, and what stands for it where none is given."""
 HELLO_SECONDS = 60
 STORAGE = re.compile(r"^find -L .* -exec ls -ln ")
 EXPORT = re.compile(r'export (HOME|TMPDIR)="([^"]+)"')

@@ -114,20 +114,20 @@ class PatientQueue(QueueManagerConnector):
         """Run a scheduler's command at the login node until `read` finds an answer; it returns None for silence."""
         deadline = self._now() + PATIENCE_SECONDS
         reported = False
-        who = f"{self.scheduler.title} of {self.deployment_name}"
+        subject = f"{self.scheduler.title} of {self.deployment_name}"
         while True:
             text, code = await self._shell(location, command)
             if (found := read(text, code)) is not None:
                 if reported:
-                    report_problem(f"{who} answers again", logging.INFO)
+                    report_problem(f"{subject} answers again", logging.INFO)
                 return found
             said = f"code {code}: {text.strip()[-200:]}"
             if self._now() > deadline:
                 raise WorkflowExecutionException(
-                    f"{who} did not answer `{command}` for {PATIENCE_SECONDS / 60:g} minutes, last with {said}"
+                    f"{subject} did not answer `{command}` for {PATIENCE_SECONDS / 60:g} minutes, last with {said}"
                 )
             if not reported:
-                report_problem(f"{who} does not answer ({said}); waiting")
+                report_problem(f"{subject} does not answer ({said}); waiting")
                 reported = True
             await asyncio.sleep(self.pollingInterval)
 

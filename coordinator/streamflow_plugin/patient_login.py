@@ -17,7 +17,7 @@ from streamflow.log_handler import logger
 
 from coordinator.events.event import emit
 from coordinator.streamflow_plugin.names import LOGINS
-from coordinator.streamflow_plugin.problems import LOGIN, tell_away, tell_back
+from coordinator.streamflow_plugin.problems import LOGIN, report_away, report_back
 from coordinator.streamflow_plugin.waiting import Waiting
 
 REFUSED = (asyncssh.PermissionDenied, asyncssh.KeyImportError, FileNotFoundError)
@@ -67,13 +67,13 @@ class PatientLogin:
                     emit("login_works", facility=self.facility, host=host)
                     return connection
 
-    def tell_unreachable(self, host: str, error: BaseException) -> None:
+    def report_unreachable(self, host: str, error: BaseException) -> None:
         """Reported once while it lasts; every later use tries the connection again."""
-        tell_away(self.facility, f"{host}: {error}", LOGIN)
+        report_away(self.facility, f"{host}: {error}", LOGIN)
 
-    def tell_reached(self) -> None:
-        """Reported after `tell_unreachable` alone."""
-        tell_back(self.facility, LOGIN)
+    def report_reached(self) -> None:
+        """Reported after `report_unreachable` alone."""
+        report_back(self.facility, LOGIN)
 
     async def _pause(self) -> None:
         """Until the next try: the whole pause, or less once a key, a certificate or `crossfed login` is new."""

@@ -21,7 +21,7 @@ _away: dict[str, set[str]] = {}
 """By facility: who finds it away now."""
 
 
-def tell_away(facility: str, reason: str, by: str) -> None:
+def report_away(facility: str, reason: str, by: str) -> None:
     """Log and emit that a facility does not answer: once while it lasts, whoever finds it first."""
     if facility not in _away:
         logger.warning(f"{facility} does not answer ({reason}): it is tried again")
@@ -29,7 +29,7 @@ def tell_away(facility: str, reason: str, by: str) -> None:
     _away.setdefault(facility, set()).add(by)
 
 
-def tell_back(facility: str, by: str) -> None:
+def report_back(facility: str, by: str) -> None:
     """Log and emit that it answers, once all who found it away have got through."""
     found = _away.get(facility, set())
     found.discard(by)

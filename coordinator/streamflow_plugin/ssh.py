@@ -303,7 +303,7 @@ class ParallelSSHConnector(SSHConnector):
                 partial(self.swift, location),
                 Path(src),
                 dst,
-                _tell(f"to {self.deployment_name}"),
+                _progress_logger(f"to {self.deployment_name}"),
                 dialect=self.dialect,
             )
         except TransferFailed as error:
@@ -325,7 +325,7 @@ class ParallelSSHConnector(SSHConnector):
                 partial(self.swift, location),
                 src,
                 Path(dst),
-                _tell(f"from {self.deployment_name}"),
+                _progress_logger(f"from {self.deployment_name}"),
                 dialect=self.dialect,
                 most_bytes=self._most_bytes,
             )
@@ -369,7 +369,7 @@ def _speed(size: int, start: float) -> str:
     return f"({size} bytes, {seconds:.2f} s, {size / 1e6 / max(seconds, 1e-9):.1f} MB/s)"
 
 
-def _tell(way: str) -> Callable[[int], None]:
+def _progress_logger(way: str) -> Callable[[int], None]:
     """Log a line every 15 s, so that a long transfer is seen to move."""
     total, last = 0, time.monotonic()
 

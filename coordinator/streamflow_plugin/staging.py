@@ -131,7 +131,7 @@ class Staged:
         return bool(await StreamFlowPath(path, context=self.step.workflow.context, location=self.locations[0]).is_dir())
 
     async def settle(self, directory: str) -> None:
-        """Wait for what an earlier run left at work there, as far as the connector can tell."""
+        """Wait for what an earlier run left at work there, as far as the connector can see."""
         connector = self.step.workflow.context.scheduler.get_connector(self.job.name)
         for one in layers(connector):
             if (settle := getattr(one, "settle", None)) is not None:

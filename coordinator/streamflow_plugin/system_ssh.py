@@ -213,11 +213,11 @@ class SystemLogin:
                     await self._through()
                     self._open = True
                     if self._login is not None:
-                        self._login.tell_reached()
+                        self._login.report_reached()
                 except ConnectionError as error:
                     logger.warning(f"connection to {self.host}: attempt {attempt}: {error}")
                     if self._login is not None:
-                        self._login.tell_unreachable(self.host, error)
+                        self._login.report_unreachable(self.host, error)
             if not self._open:
                 raise WorkflowExecutionException(f"{self.host} cannot be reached, tried {self._retries} times")
 

@@ -22,7 +22,7 @@ def settings_of_run(arguments: Sequence[str] | None = None) -> CoordinatorSettin
     try:
         return read_coordinator_settings(described)
     except CrossFedError:
-        return None  # the start step tells it
+        return None  # the start step reports it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.verb == "up":
         names = options.facility or ["site-a", "site-b"]
         testbed = stand.up(options.root, names, shapes=_shapes(options.shape, names), install=not options.no_install)
-        _tell(options.json, _status(testbed), f"up after {time.monotonic() - start:.1f} s")
+        _print_status(options.json, _status(testbed), f"up after {time.monotonic() - start:.1f} s")
         return 0
     if options.verb == "down":
         gone = stand.down(options.root)
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.verb == "run":
         return rehearsal.run(testbed, rounds=options.rounds)
     if options.verb == "status":
-        _tell(options.json, _status(testbed), "standing")
+        _print_status(options.json, _status(testbed), "standing")
     elif options.verb == "shape":
         names = [site.name for site in testbed.sites]
         wanted = _shapes(options.shape, names)
@@ -107,7 +107,7 @@ def _status(testbed: Testbed) -> dict[str, object]:
     return result
 
 
-def _tell(as_json: bool, status: dict, headline: str) -> None:
+def _print_status(as_json: bool, status: dict, headline: str) -> None:
     lines = [f"testbed {headline}: {status['root']}"]
     for site in status["facilities"]:
         services = status["services"][site["name"]]

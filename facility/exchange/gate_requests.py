@@ -5,4 +5,4 @@ from __future__ import annotations
 GATE = "crossfed-gate"
 """First word of a request, and the name of the program that answers it."""
 ARRIVED = "crossfed-arrived"
-"""Printed once a piece of a file is written, to tell a connection that delivered from one that broke."""
+"""Printed once a piece of a file is written, to distinguish a connection that delivered from one that broke."""

@@ -100,7 +100,7 @@ def checked_units(stage_units: list[list[int]], chunks: int, units: int) -> list
 def rank_grid(world: int, *, replicas: int = 1, stages: int = 1) -> Grid:
     """Arrange `world` ranks; shards are what replicas and stages leave over, and lie on neighbouring ranks.
 
-    Raises `ConfigurationError` where `world` is no multiple of `replicas` x `stages`.
+    Raises `ConfigurationError` where `world` is not a multiple of `replicas` x `stages`.
     """
     if replicas < 1 or stages < 1 or world % (replicas * stages):
         raise ConfigurationError(

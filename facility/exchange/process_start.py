@@ -1,4 +1,4 @@
-"""When a process of this host began, which with its pid tells it from a later process of the same pid (proc(5))."""
+"""When a process of this host began, which sets it apart from a later process of the same pid (proc(5))."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ class Registry(Generic[D]):
                 f"{number_of(len(arguments), 'positional argument')} and, by name, the parameters of its {CONSTANT}: "
                 f"{', '.join(parameters) or 'none'}"
             ) from error
-        except ValueError:  # a compiled one tells no signature
+        except ValueError:  # a compiled one has no signature
             pass
         return implementation(*arguments, **parameters)
 
@@ -323,7 +323,7 @@ def _source(spec: ModuleSpec) -> str:
 
 
 def _bound(spec: ModuleSpec) -> set[str] | None:
-    """Every name that a module's source binds anywhere, more than its own objects; None: its source does not tell.
+    """Every name that a module's source binds anywhere, more than its own objects; None: its source does not show them.
 
     A package without `__init__.py` binds nothing.
     """

@@ -124,8 +124,8 @@ def parse_dataclass(kind: type[T], raw: Any, *, where: str = "", file: Path | st
     except ValidationError as error:
         found = _translated(error, kind, raw, where, file)
         if update and isinstance(found, UnknownKey):
-            key, who = _printed(found.key or ""), "a newer CrossFed wrote it, if nobody edited it"
-            text = f"{key} is a key that is unknown here: {who}; {update}"
+            key, reason = _printed(found.key or ""), "a newer CrossFed wrote it, if nobody edited it"
+            text = f"{key} is a key that is unknown here: {reason}; {update}"
             raise NewerFormat(text, file=file, key=found.key) from None
         raise found from None
 
@@ -133,8 +133,8 @@ def parse_dataclass(kind: type[T], raw: Any, *, where: str = "", file: Path | st
 def check_format(
     raw: Any, newest: int, *, file: Path | str | None = None, update: str = "update CrossFed here"
 ) -> None:
-    """Raise `ConfigurationError` where the mapping `raw` states a `format` that is no whole number from 1 to `newest`;
-    `NewerFormat`, with the advice `update`, where it is above.
+    """Raise `ConfigurationError` where the mapping `raw` states a `format` that is not a whole number from 1 to
+    `newest`; `NewerFormat`, with the advice `update`, where it is above.
 
     To be called before the keys are read: a newer format has some that are unknown here. What states no format passes.
     """

@@ -187,7 +187,7 @@ def check_masking(session: Session, masking: MaskingSettings) -> None:
     if policy.peer_signers is None:
         raise Refused(
             "the settings ask for secure aggregation, and the policy names no peer_signers: without a file of its own "
-            "this site cannot tell the other facilities' keys from the coordinator's"
+            "this site cannot distinguish the other facilities' keys from the coordinator's"
         )
     try:
         SiteRules(peer_signers=policy.peer_signers, minimum_sum=policy.minimum_sum).check(masking)
@@ -264,7 +264,7 @@ def check_listed(session: Session, what: str, path: str) -> None:
 
 
 def check_files(session: Session, settings: FacilitySettings) -> None:
-    """Any private key of this account's would sign, and an error would tell parts of any other file."""
+    """Any private key of this account's would sign, and an error would show parts of any other file."""
     training, allowed = settings.training, {real_path(resolve_path(one)) for one in session.policy.files}
     named = {
         "training.signing_key": training.signing_key,

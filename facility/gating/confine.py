@@ -54,5 +54,5 @@ def plain_name(name: str) -> str:
     """A relative name inside a directory that travels. Raises `Refused` unless it stays inside."""
     parts = name.split("/")
     if not name or len(name) > 1000 or not name.isprintable() or any(part in ("", ".", "..") for part in parts):
-        raise Refused(f"{name!r:.80} is no plain name of a file")
+        raise Refused(f"{name!r:.80} is not a plain name of a file")
     return name

@@ -125,7 +125,7 @@ def parse_request(command: str | None) -> Request:
         raise Refused(f"the command cannot be split into words: {error}") from None
     if len(words) < 2 or words[0] != GATE or words[1] not in FORMS:
         known = ", ".join(FORMS)
-        raise Refused(f"{' '.join(words[:2])!r:.80} is no request, expected {GATE} and one of {known}")
+        raise Refused(f"{' '.join(words[:2])!r:.80} is not a request, expected {GATE} and one of {known}")
     verb, form, rest = words[1], FORMS[words[1]], words[2:]
     if form.options:
         return Request(verb=verb, given=_options(verb, form, rest))
@@ -147,7 +147,7 @@ def _options(verb: str, form: Form, rest: list[str]) -> dict[str, str]:
     for option, value in zip(rest[::2], rest[1::2], strict=True):
         name = option.removeprefix("--")
         if not option.startswith("--") or name not in known or name in given:
-            raise Refused(f"{option!r:.40} is no option of {verb}, or stands there twice")
+            raise Refused(f"{option!r:.40} is not an option of {verb}, or stands there twice")
         given[name] = _fits(verb, name, known[name], value)
     if missing := [name for name in known if name not in given and name not in form.optional]:
         raise Refused(f"{verb} lacks --{', --'.join(missing)}")

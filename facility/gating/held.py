@@ -126,7 +126,7 @@ def link_in(directory: Path) -> str:
 def check_no_job(path: Path, session: Session) -> None:
     """Raise `Refused` where a link at this path would lie in a job's directory, or lead there instead of it.
 
-    A scheduler writes what a job prints by a name that is known ahead. Behind a link it would be no job's output, of
+    A scheduler writes what a job prints by a name that is known ahead. Behind a link it would not be a job's output, of
     which neither bytes nor a checksum are given away.
     """
     for job in read_ledger(session.ledger).jobs:

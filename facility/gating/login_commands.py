@@ -41,7 +41,7 @@ def _run(session: Session, request: Request, command: Sequence[str], *, ordered:
     directory = job_directory(session, request)
     update = directory / "update"
     if update.exists() or update.is_symlink():
-        raise Refused(f"{directory} is no new directory for {request.verb}")
+        raise Refused(f"{directory} is not a new directory for {request.verb}")
     with settings_copy(session) as copy, ExitStack() as stack:
         try:
             with paths_alone(session):

@@ -266,7 +266,7 @@ class _Reader:
 
     def texts(self, name: str, node: yaml.Node, pattern: re.Pattern[str] | None, expected: str) -> tuple[str, ...]:
         if not isinstance(node, yaml.SequenceNode):
-            raise self.error(f"{name} is no list, expected a list of {expected}", _line(node))
+            raise self.error(f"{name} is not a list, expected a list of {expected}", _line(node))
         return tuple(self.text(name, one, pattern, expected) for one in node.value)
 
     def number(self, name: str, node: yaml.Node, kinds: tuple[type, ...], least: float, expected: str) -> Any:
@@ -277,7 +277,7 @@ class _Reader:
 
     def words(self, name: str, node: yaml.Node) -> dict[str, str]:
         if not isinstance(node, yaml.MappingNode):
-            raise self.error(f"{name} is no mapping, expected placeholder: value", _line(node))
+            raise self.error(f"{name} is not a mapping, expected placeholder: value", _line(node))
         return {
             str(key.value): str(self.scalar(f"{name}.{key.value}", value, (str, int, float), "text or a number"))
             for key, value in node.value
@@ -323,7 +323,7 @@ def _from_zero(reader: _Reader, name: str, node: yaml.Node) -> float:
 
 
 def _hours(reader: _Reader, name: str, node: yaml.Node) -> float:
-    expected = "a number of hours, a second (0.0003) or more: 0 is no limit to a scheduler"
+    expected = "a number of hours, a second (0.0003) or more: 0 is not a limit to a scheduler"
     return float(reader.number(name, node, (int, float), 1 / 3600, expected))
 
 

@@ -338,7 +338,7 @@ def _open(path: Path) -> int:
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if os.readlink(f"/proc/self/fd/{file}") != str(path) or not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise Refused(f"{path} was exchanged while it was read, or is no regular file")
+        raise Refused(f"{path} was exchanged while it was read, or is not a regular file")
     return file
 
 

@@ -320,15 +320,15 @@ def silence(stream: BinaryIO) -> None:
 
 
 def _sentence(rank: _Rank, ranks: int) -> str:
-    who = f"rank {rank.number}" if ranks > 1 else "the training process"
+    subject = f"rank {rank.number}" if ranks > 1 else "the training process"
     code = rank.code or 0
     if code == -signal.SIGKILL:
-        return f"{who} was killed (SIGKILL): out of memory, or ended by the scheduler"
+        return f"{subject} was killed (SIGKILL): out of memory, or ended by the scheduler"
     how = f"was ended by {name_of_signal(-code)}" if code < 0 else f"ended with exit code {code}"
     said = error_line(rank.tail)
     if said and not said.startswith(ERROR) and not output_leaves():
         said = said.partition(":")[0]  # of an error that is not ours, whose text may quote the data
-    return f"{who} {how}" + (f": {said.removeprefix(ERROR)}" if said else "")
+    return f"{subject} {how}" + (f": {said.removeprefix(ERROR)}" if said else "")
 
 
 def _signal(rank: _Rank, number: int, *, group: bool = False) -> None:

@@ -33,7 +33,7 @@ class TaskTable:
     start: tuple[str, ...] = ()
     """Name of this start among those of one job, the same at all of its tasks."""
     daemons_in_step: bool = False
-    """Slurm starts its daemons, on all nodes but the first, as a step, whose variables tell of these nodes alone."""
+    """Slurm starts its daemons, on all nodes but the first, as a step, whose variables name these nodes alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

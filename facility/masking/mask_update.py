@@ -44,7 +44,7 @@ CACHE_BYTES = 4 << 20
 """Of the streams of one piece."""
 MOST_BEYOND = 1 / 16
 """Share of a step's values that the clips may cut off. What is left of such a value is its sign times its facility's
-weight, and a sum of those tells which facilities' are positive: clips that cut off most would give all signs away. What
+weight, and a sum of those shows which facilities' are positive: clips that cut off most would give all signs away. What
 follows from earlier steps cuts off next to none."""
 LOOKED_AT = 8
 """Of each piece of a step the first of so many parts is looked at for it, which takes next to no time."""
@@ -120,7 +120,7 @@ def mask_tensors(
     """Write the masked tensors of `update`, stored or in memory, and their shares to `directory`, and what they leave
     to `rest_directory`; both exist. `seed`: see `mask_update`.
 
-    Its own seed is drawn here, for these tensors alone: two messages under one seed would tell their difference.
+    Its own seed is drawn here, for these tensors alone: two messages under one seed would show their difference.
     """
     roster, bits = member.roster, member.roster.agreement.bits
     weights = roster.weights(settings.weights, settings.maximum_share)

@@ -160,7 +160,7 @@ def _bandwidth(wire: Wire, source: int, target: int, trips: Trips, settings: Lin
     order = torch.zeros(1, dtype=torch.int64, device=wire.device)
     found = measure_bandwidth(
         lambda size: _flow(wire, source, target, size),
-        lambda value: _tell(wire, source, target, order, value),
+        lambda value: _agree(wire, source, target, order, value),
         trips,
         settings.sharp,
     )
@@ -177,7 +177,7 @@ def _bandwidth(wire: Wire, source: int, target: int, trips: Trips, settings: Lin
     return found.bytes_per_second
 
 
-def _tell(wire: Wire, source: int, target: int, box: torch.Tensor, value: int) -> int:
+def _agree(wire: Wire, source: int, target: int, box: torch.Tensor, value: int) -> int:
     """The sender's decision, on both sides."""
     box.fill_(value)
     if wire.rank == source:

@@ -267,7 +267,7 @@ def _found(request: Request) -> tuple[dict[str, list[Source]], list[SourceEntry]
         "validation": find_sources(request.validation, split=request.validation_split, streaming=request.streaming),
     }
     entries = [_entry(source, split) for split in SPLITS for source in sources[split]]
-    # An empty file is no text, and of a dataset that is streamed nothing is known: their documents are compared.
+    # An empty file is not text, and of a dataset that is streamed nothing is known: their documents are compared.
     check_apart([entry for entry in entries if entry.size and entry.sha256])
     given = {"train": request.inputs, "validation": request.validation}
     return sources, [one for split in SPLITS for one in in_few(given[split], split, sources[split], entries)]

@@ -9,7 +9,7 @@ Where the answers lie in the text is known in one of two ways:
 - the conversation up to the answer, with the generation prompt, is a prefix of the whole, and what follows up to the
   end of that turn is the answer. Templates that rewrite earlier turns (those that drop the reasoning of all but the
   last answer) are refused for `all-turns`; `last-turn` still works with them. An end-of-text token that a template
-  writes after the last message only (Phi-3) is no part of an earlier turn.
+  writes after the last message only (Phi-3) is not part of an earlier turn.
 
 What templates expect differs in two points, each found by trying: the content of a message is a text or a list of parts
 (templates of models that see images), and arguments of a tool call are an object or JSON text (DeepSeek).

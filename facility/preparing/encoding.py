@@ -73,7 +73,7 @@ def encoding_of(
     max_tokens: int | None,
     chat: ChatEncoding | None,
 ) -> Encoding:
-    """How a loaded tokenizer encodes documents, as processes that have no tokenizer object are told."""
+    """How a loaded tokenizer encodes documents, as it is passed to processes that have no tokenizer object."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return Encoding(
         backend=backend.to_str() if backend is not None and hasattr(backend, "to_str") else None,

@@ -3,7 +3,7 @@
 `joined` cuts one stream of documents into blocks, `separate` puts whole documents together into a block (best fit among
 the blocks that are open; documents are cut to a block), `padded` gives each document a block of its own. A stream of
 plain text under `separate` stays a stream: what a block cuts off begins the next block as a document of its own, which
-`REST` tells from a whole one, and what fills no block at the end is filled up.
+`REST` distinguishes from a whole one, and what fills no block at the end is filled up.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ MOST_NAMED = 5
 
 
 def pad_token_id(tokenizer: Any, directory: Path) -> int:
-    """The id that fills rows; a tokenizer without one fills with its end token (the lengths tell them apart)."""
+    """The id that fills rows; a tokenizer without one fills with its end token (the lengths distinguish them)."""
     for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if value is not None:
             return int(value)

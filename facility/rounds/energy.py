@@ -99,7 +99,7 @@ class Meter:
         self.gpus = given or (tasks.local_tasks if self.own_alone else seen)
         """GPUs of this node that the job uses."""
 
-    def tell(self, notes: Notes) -> None:
+    def note(self, notes: Notes) -> None:
         """Leave this node's gain for the first task."""
         if self.speaks and not self.tasks.first:
             notes.write(f"energy-{self.tasks.node}", self._gained())

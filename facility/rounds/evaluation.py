@@ -100,11 +100,11 @@ def evaluate_model(
             said = output.read().decode(errors="replace").strip().splitlines()
         files = sorted(Path(folder).rglob("results*.json"))
         if code or not files:
-            raise TransientError(f"lm-eval ended with code {code}: {_told(said[-3:])}")
+            raise TransientError(f"lm-eval ended with code {code}: {_end_of_output(said[-3:])}")
         return scores_in(values_in(files[-1])["results"])
 
 
-def _told(lines: list[str]) -> str:
+def _end_of_output(lines: list[str]) -> str:
     """The end of its output, for the coordinator to read; where what jobs print stays here it is in this job's log."""
     text = " / ".join(lines) or "it said nothing"
     if output_leaves():
@@ -140,7 +140,7 @@ def whole(model: Path, base: str, folder: Path) -> Path:
     return place
 
 
-def tell_scores(model: Path, out: Path, settings: FacilitySettings, *, dataset: Path) -> None:
+def write_scores(model: Path, out: Path, settings: FacilitySettings, *, dataset: Path) -> None:
     """Evaluate the received model on tasks; an evaluation that fails is reported and costs no update."""
     try:
         scores = evaluate_model(
@@ -152,7 +152,7 @@ def tell_scores(model: Path, out: Path, settings: FacilitySettings, *, dataset: 
         with_scores(out, [], problem=str(error))
 
 
-def tell_scores_of_models(models: Mapping[str, Path], out: Path, settings: FacilitySettings, *, dataset: Path) -> None:
+def write_scores_of_models(models: Mapping[str, Path], out: Path, settings: FacilitySettings, *, dataset: Path) -> None:
     """Evaluate several models, given by name, on tasks and write their scores; one that fails has none."""
     found: list[dict[str, Any]] = []
     for folder, model in models.items() if settings.evaluation.tasks else ():

@@ -23,7 +23,7 @@ from facility.rounds.alone import train_alone
 from facility.rounds.budget_check import check_budget
 from facility.rounds.dataset_check import check_dataset
 from facility.rounds.dataset_counts import counts_of
-from facility.rounds.evaluation import tell_scores, tell_scores_of_models
+from facility.rounds.evaluation import write_scores, write_scores_of_models
 from facility.rounds.finished import Finished, key_of
 from facility.rounds.held import drop_held
 from facility.rounds.job import Job, clear_attempt, start_ranks, work_of_round
@@ -174,11 +174,11 @@ class OneRound:
         with_run(job.trained, self.run)
         with_usage(job.trained, job.meter.usage(job.notes))
         if self.received.kind == MODELS:
-            tell_scores_of_models(self.compared(), job.trained, job.settings, dataset=job.dataset)
+            write_scores_of_models(self.compared(), job.trained, job.settings, dataset=job.dataset)
             if self.missing:
                 with_missing(job.trained, self.missing)
         elif job.settings.evaluation.due(job.round, job.settings.rounds):
-            tell_scores(job.received, job.trained, job.settings, dataset=job.dataset)
+            write_scores(job.received, job.trained, job.settings, dataset=job.dataset)
         if job.settings.dataset_card:
             with_dataset(job.trained, counts_of(job.dataset))
         with_head(job.trained, os.environ.get(AUDIT, ""))

@@ -28,11 +28,11 @@ def check_remembered(received: Manifest, settings: FacilitySettings, state: Path
         )
 
 
-def check_count(state: Path, told: int, source: str) -> None:
-    """Raise `InputError` where the ledger holds fewer noised steps than the `told` ones, which `source` counts."""
-    if (found := steps_released(state)) < told:
+def check_count(state: Path, counted: int, source: str) -> None:
+    """Raise `InputError` where the ledger holds fewer noised steps than the `counted` ones, which `source` counts."""
+    if (found := steps_released(state)) < counted:
         raise InputError(
-            f"{ledger_path(state)} holds {found:,} noised steps, and {source} count {told:,}: it was removed, or "
+            f"{ledger_path(state)} holds {found:,} noised steps, and {source} count {counted:,}: it was removed, or "
             "restored from a backup. How much of the privacy budget is spent is not known, so nothing more is "
             "released; put back the file as it was last, or begin a federation of another name, whose budget adds to "
             "this one's"

@@ -29,8 +29,8 @@ def forget_set_aside(state: Path, received: Manifest, *, done: int = -1) -> list
 
     `done`: a round of the present run whose update is kept, and with it what it left: that, and what was before, stays.
     """
-    told, known = set_aside(received), _seen(state)
-    new = [first for name, first in told.items() if name not in known]
+    every, known = set_aside(received), _seen(state)
+    new = [first for name, first in every.items() if name not in known]
     if not new:
         return []
     first = max(min(new), done + 1)
@@ -40,7 +40,7 @@ def forget_set_aside(state: Path, received: Manifest, *, done: int = -1) -> list
     for path in gone:
         discard_sealed(path)
     state.mkdir(parents=True, exist_ok=True)
-    write_json(state / NAME, sorted({*known, *told}))
+    write_json(state / NAME, sorted({*known, *every}))
     return gone
 
 

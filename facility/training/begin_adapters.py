@@ -77,14 +77,14 @@ def load_adapters(
 def check_scale(received: Path, settings: LoraSettings) -> None:
     """Raise `InputError` where the adapters that a federation begins with had another scale than they would have here.
 
-    Those that state none are taken as they are. A later change of the scale was told, and accepted (`crossfed run`).
+    Those that state none are taken as they are. A later change of it was reported, and accepted (`crossfed run`).
     """
     if not (received / CONFIG).is_file():
         return
-    told = Fields(raw=read_adapter_config(received), where=str(received / CONFIG))
-    alpha, rslora = told.number("lora_alpha", settings.alpha), told.raw.get("use_rslora") is True
-    if told.whole("r", settings.rank, least=1) != settings.rank:
-        return  # told by the shapes
+    fields = Fields(raw=read_adapter_config(received), where=str(received / CONFIG))
+    alpha, rslora = fields.number("lora_alpha", settings.alpha), fields.raw.get("use_rslora") is True
+    if fields.whole("r", settings.rank, least=1) != settings.rank:
+        return  # the shapes show it
     was, now = _scale(alpha, settings.rank, rslora), _scale(settings.alpha, settings.rank, settings.rslora)
     if not math.isclose(was, now, rel_tol=1e-6):
         raise InputError(

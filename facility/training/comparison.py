@@ -84,25 +84,25 @@ def compare_models(round: Round) -> Found:
             if not round.ranks.first:
                 continue
             where = " on held-out data" if data.held_out else ""
-            told = figure(folder, data, one, kept.others(data.digest, folder))
-            if reason := unbelievable(told):  # of one model: the others' figures are none the worse
+            measured = figure(folder, data, one, kept.others(data.digest, folder))
+            if reason := unbelievable(measured):  # of one model: the others' figures are none the worse
                 log.warning("%s%s has no figures: %s", folder, where, reason)
                 found.missing[folder] = f"{reason}{where}"
                 continue
             if folder in (GLOBAL, INITIAL):
                 kept.keep(data.digest, folder, one)
-            found.figures.append(told)
+            found.figures.append(measured)
             if round.engine.accuracy is not None:
                 found.scores.append(accuracy_score(folder, data, round.engine.accuracy, int(one.predictions.sum())))
             log.info("%s%s: %s", folder, where, round.words.of_loss(one.mean))
     return found
 
 
-def unbelievable(told: Figure) -> str:
-    """Why no message can tell a model's loss; '' where one can."""
-    if 0 <= told.loss.value and told.loss.high <= MOST_LOSS:
+def unbelievable(measured: Figure) -> str:
+    """Why no message can give a model's loss; '' where one can."""
+    if 0 <= measured.loss.value and measured.loss.high <= MOST_LOSS:
         return ""
-    return f"its loss is {told.loss.value:g} (up to {told.loss.high:g}), expected a number up to {MOST_LOSS:g}"
+    return f"its loss is {measured.loss.value:g} (up to {measured.loss.high:g}), expected a number up to {MOST_LOSS:g}"
 
 
 def models_of(request: RoundRequest, manifest: Manifest) -> dict[str, Path]:

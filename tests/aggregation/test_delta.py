@@ -23,7 +23,7 @@ SHAPES = {"a.weight": (500, 300), "b.weight": (70_001,), "c.bias": (7,), "d.empt
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """A bfloat16 model and a float32 update that moved by about 1e-4; `frozen` did not, `steps` is no float."""
+    """A bfloat16 model and a float32 update that moved by about 1e-4; `frozen` did not, `steps` is not a float."""
     start = make.random_tensors(0, SHAPES, torch.bfloat16)
     start |= {"frozen": torch.ones(999, dtype=torch.bfloat16), "steps": torch.arange(5)}
     base = make.model(tmp_path / "base", start)

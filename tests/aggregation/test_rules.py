@@ -198,7 +198,7 @@ def test_the_length_of_a_radial_directional_step_is_the_mean_length_whatever_the
 
 @pytest.mark.parametrize("weights", [[0.5, 0.5], [0.5, 0.3, 0.2], [0.25] * 4])
 def test_of_numbers_with_opposite_signs_a_radial_directional_step_is_no_longer_than_they_are(weights: list[float]):
-    """A parameter of one value, as a gate or a scale: directions cancel, and what rounding leaves is no step."""
+    """A parameter of one value, as a gate or a scale: directions cancel, and what rounding leaves is not a step."""
     draw, signs = np.random.default_rng(0), f32(1, -1, -1, 1)[: len(weights)]
     for sizes in draw.random((500, len(weights))).astype("f4"):
         steps = sizes * signs

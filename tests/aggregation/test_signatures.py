@@ -53,7 +53,7 @@ def update(tmp_path: Path) -> Path:
 def test_a_signed_update_is_verified(keys: Path, update: Path):
     sign_manifest(update, keys / "alpha", kind="update")
     verify_signature(update, "alpha", keys / "allowed")
-    verify_manifest(update)  # the signature is no surplus file
+    verify_manifest(update)  # the signature is not a surplus file
 
 
 def test_what_is_not_verified(keys: Path, update: Path):

@@ -95,7 +95,7 @@ def test_remarks_of_many_are_sums_and_those_that_need_attention():
     data["rounds"][0] |= {"next_end": 60.0, "facilities": [one | {"steps": 7 + n} for n, one in enumerate(rows)]}
     text = "\n".join(summary_remarks(data))
     assert "expected end of their round: 256 facilities 7 to 262" in text
-    assert "(moved by" not in text, "each job takes what fits: a plan that was made for equal ends is no fact"
+    assert "(moved by" not in text, "each job takes what fits: a plan that was made for equal ends is not a fact"
 
 
 def test_a_run_of_many_that_are_out_shows_each_reason_once():

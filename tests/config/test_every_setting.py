@@ -30,7 +30,7 @@ SCHEMA = schema()
 
 
 def leaves(node: dict[str, Any], key: Key = ()) -> Iterator[tuple[Key, dict[str, Any]]]:
-    """Every setting below `node` that is no section, one entry for each form that it may have."""
+    """Every setting below `node` that is not a section, one entry for each form that it may have."""
     if "$ref" in node:
         node = SCHEMA["$defs"][node["$ref"].rpartition("/")[2]]
     for one in node.get("anyOf", []):

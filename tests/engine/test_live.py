@@ -441,8 +441,8 @@ def test_a_command_that_hangs_or_fails_holds_nothing_up(tmp_path: Path, monkeypa
     monkeypatch.setattr(Notifier, "_command", held)
     settings = NotifySettings(command=["/does/not/exist", "TOKEN"], on=["done"])
     notifier = Notifier("f", settings, tmp_path)
-    notifier.tell("done", "x")
-    notifier.tell("lost", "not asked for")
+    notifier.notify("done", "x")
+    notifier.notify("lost", "not asked for")
     gate.set()
     notifier.close()
     assert went_on == [True] and len(said) == 1 and "TOKEN" not in said[0]
@@ -465,7 +465,7 @@ def test_a_webhook_that_anyone_could_read_is_refused(address: str, tmp_path: Pat
         NotifySettings(webhook=address)
     (tmp_path / "secret").write_text(address)
     notifier = Notifier("f", NotifySettings(webhook="file:secret"), tmp_path)
-    notifier.tell("done", "done")
+    notifier.notify("done", "done")
     notifier.close()
     assert "was not sent: ValueError" in caplog.text and "hook" not in caplog.text
 
@@ -489,7 +489,7 @@ def test_a_webhook_that_leads_elsewhere_is_not_followed(tmp_path: Path, caplog: 
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}/hook"
     notifier = Notifier("f", NotifySettings(webhook=address), tmp_path)
-    notifier.tell("done", "done")
+    notifier.notify("done", "done")
     notifier.close()
     server.shutdown()
     assert asked == ["/hook"] and "was not sent: HTTPError" in caplog.text

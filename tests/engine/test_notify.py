@@ -49,6 +49,6 @@ def test_what_is_posted_to_this_machine_passes_no_proxy(
         monkeypatch.setenv("HTTP_proxy" if capitals else "http_proxy", proxy)
         webhook = address.replace("http:", "HTTP:") if capitals else address
         notifier = Notifier("f", NotifySettings(webhook=f"{webhook}/secret"), tmp_path)
-        notifier.tell("done", "federation f is done")
+        notifier.notify("done", "federation f is done")
         notifier.close()
     assert [json.loads(one)["event"] for one in posted] == ["done"] and read_by_proxy == []

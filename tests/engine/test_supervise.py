@@ -117,7 +117,7 @@ def test_a_run_that_is_stopped_says_so_and_names_who_keeps_it_waiting(tmp_path: 
             return ""
 
     stopping = threading.Event()
-    monkeypatch.setattr(console, "TOLD_SECONDS", 0.05)
+    monkeypatch.setattr(console, "REPORT_SECONDS", 0.05)
     queues = [
         kind(facility=name, kind="slurm", job_name="n", directory=tmp_path, ssh={})
         for kind, name in ((Away, "lumi"), (Near, "vega"))

@@ -54,7 +54,7 @@ HOSTILE = {
     "half a surrogate": (file_of(b'{"\\ud800":{}}'), "printable"),
     "an endless name": (file_of({"w" * 600: entry()}, bytes(8)), "printable"),
     "an unknown dtype": (file_of({"w": entry("F128")}, bytes(8)), "dtype 'F128'"),
-    "a dtype that is no text": (file_of({"w": entry(["F32"])}, bytes(8)), "dtype"),
+    "a dtype that is not text": (file_of({"w": entry(["F32"])}, bytes(8)), "dtype"),
     "surplus keys": (file_of({"w": entry(x=1)}, bytes(8)), "needs exactly"),
     "a negative size": (file_of({"w": entry(shape=(-2,))}, bytes(8)), "whole numbers"),
     "true as a size": (file_of({"w": entry(shape=(True, 2))}, bytes(8)), "whole numbers"),

@@ -119,7 +119,7 @@ def test_quickstart_takes_no_file_for_its_folder(tmp_path: Path):
     (tmp_path / "file").touch()
     words = ["quickstart", str(tmp_path / "file"), "--facility", "a=local", "--data", "a=x", "--model", "demo", "--yes"]
     error = CliRunner().invoke(app, words).exception
-    assert isinstance(error, InputError) and "is no folder, expected one to make" in str(error)
+    assert isinstance(error, InputError) and "is not a folder, expected one to make" in str(error)
 
 
 @pytest.mark.parametrize(

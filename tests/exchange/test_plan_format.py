@@ -117,6 +117,6 @@ def test_nothing_of_a_file_that_is_no_plan_is_quoted(tmp_path: Path, text: str):
     """`layout.plan` may name any file of the account, and the coordinator is told the reason."""
     path = tmp_path / "secret.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ConfigurationError, match="is no plan|cannot be read as JSON") as found:
+    with pytest.raises(ConfigurationError, match="is not a plan|cannot be read as JSON") as found:
         read_plan(path)
     assert "hunter2" not in str(found.value)

@@ -100,7 +100,7 @@ def test_no_round_is_trained_for_an_update_that_has_no_place(tmp_path: Path):
     (tmp_path / "file").touch()
     settings: Any = SimpleNamespace(rounds=2)
     for out in (tmp_path / "file" / "u", tmp_path / "file" / "more" / "u", Path("/proc/u")):
-        with pytest.raises(InputError, match="is no folder in which this account may make one"):
+        with pytest.raises(InputError, match="is not a folder in which this account may make one"):
             check_inputs(0, out, settings, None, None)  # type: ignore[arg-type]
 
 

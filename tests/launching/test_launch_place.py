@@ -243,7 +243,7 @@ def test_nothing_means_this_machine_alone():
 
 
 def test_the_batch_script_of_one_node_is_this_machine_alone():
-    """sbatch sets SLURM_PROCID=0 in the script; that is no task."""
+    """sbatch sets SLURM_PROCID=0 in the script; that is not a task."""
     environment = {
         "SLURM_JOB_ID": "9",
         "SLURM_PROCID": "0",

@@ -19,10 +19,10 @@ from facility.exchange.masking.walks import (
     ALIKE_SYNC,
     AMOUNTS,
     check_own,
+    decisive_digest,
     first_difference,
     odd_ones,
     sequences_of,
-    told_of,
     walk_of,
 )
 from facility.exchange.messages.layout import LoraSettings
@@ -215,7 +215,7 @@ def test_a_job_that_is_told_otherwise_than_its_keys_masks_nothing():
 def test_nor_does_one_that_is_told_to_make_another_update_of_the_model():
     """Neither larger nor smaller, but another: of two sums with one of them each, the difference is theirs."""
     settings = settings_with()
-    keys = dataclasses.replace(keys_of(settings), told=told_of(settings, DATA))
+    keys = dataclasses.replace(keys_of(settings), told=decisive_digest(settings, DATA))
     check_own(keys, settings, DATA)
     check_own(keys, settings_with(threads=3, tracker="wandb", evaluation_sequences=5), DATA)
     others = [

@@ -69,7 +69,7 @@ def test_where_none_is_stated_they_are_compared_with_each_other(federation: Path
 def test_a_base_that_is_no_model_is_told(federation: Path):
     (federation / "bases" / "beta" / "model.safetensors").unlink()
     (row,) = rows_of(federation)["beta"]
-    assert row.verdict == "fail" and "is no model at the facility" in row.found
+    assert row.verdict == "fail" and "is not a model at the facility" in row.found
 
 
 @pytest.mark.parametrize(

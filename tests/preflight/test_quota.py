@@ -40,7 +40,7 @@ def test_tables_of_lustre_and_of_quota():
     assert two.of.endswith("project_465000000") and two.free == 3072 * 1024 and two.files_free == 190
     home, disk = read_table(QUOTA)
     assert home == Quota(of="server:/export/home", used=7560 * 1024, limit=9000 * 1024, files=82)
-    assert disk.free == 200 * 1024 and disk.files_free == 38, "an empty grace is no column"
+    assert disk.free == 200 * 1024 and disk.files_free == 38, "an empty grace is not a column"
     assert read_table("Disk quotas for user alice (uid 1000): none\n") == []
 
 

@@ -19,7 +19,7 @@ from tests.federations import write_federation
 
 
 def test_whoever_is_missing_is_told_until_all_have_answered(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(console, "TOLD_SECONDS", 0.02)
+    monkeypatch.setattr(console, "REPORT_SECONDS", 0.02)
     gates = {name: threading.Event() for name in ("leonardo", "lumi", "vega")}
     gates["leonardo"].set()
     told: list[str] = []
@@ -47,7 +47,7 @@ def test_quick_answers_need_no_word():
 
 def test_a_sentence_that_does_not_change_is_told_at_every_third_time(monkeypatch: pytest.MonkeyPatch):
     """In a log nothing takes the place of the line before. A change is told at once, silence in between or not."""
-    monkeypatch.setattr(console, "TOLD_SECONDS", 0.001)
+    monkeypatch.setattr(console, "REPORT_SECONDS", 0.001)
     sentences = iter(["waiting for a, b"] * 7 + ["waiting for b"] * 2 + ["", "waiting for b", "", ""])
     all_asked, told = threading.Event(), list[str]()
 
@@ -56,7 +56,7 @@ def test_a_sentence_that_does_not_change_is_told_at_every_third_time(monkeypatch
             all_asked.set()
         return text or ""
 
-    with console.told_meanwhile(sentence, told.append):
+    with console.reported_meanwhile(sentence, told.append):
         assert all_asked.wait(20)
     assert told == ["waiting for a, b"] * 3 + ["waiting for b"] * 2
 
@@ -71,7 +71,7 @@ def test_a_run_says_that_it_checks_what_it_needs_here(tmp_path: Path, monkeypatc
                 said.set()
             return super().write(text)
 
-    monkeypatch.setattr(console, "TOLD_SECONDS", 0.02)
+    monkeypatch.setattr(console, "REPORT_SECONDS", 0.02)
     monkeypatch.setattr(sys, "stderr", Heard())
     monkeypatch.setattr(coordinator, "failing_here", lambda _: [] if said.wait(20) else ["nothing was said"])
     monkeypatch.setattr(engine, "run_federation", lambda *_, **__: 0)

@@ -385,6 +385,6 @@ def test_a_log_gets_a_line_every_half_minute_and_no_carriage_return(capsys: pyte
         now["now"] = float(second)
         progress("law.jsonl", second / 100, 1000 * second)
     assert out.getvalue().splitlines() == [f"{n}% read, {n},000 documents (law.jsonl)" for n in (30, 60, 90)]
-    with progress_bar() as told:  # pytest's stderr is no terminal
+    with progress_bar() as told:  # pytest's stderr is not a terminal
         told("law.jsonl", 0.5, 10)
     assert capsys.readouterr().err == ""

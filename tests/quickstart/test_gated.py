@@ -31,7 +31,7 @@ site = test_gate.site
 LOGIN = Deployment(type="ssh", host="login.example.org", user="alice", workdir="/tmp")
 SAID = """OpenSSH_9.2p1 Debian-2+deb12u7
 Authenticated to login.example.org ([10.0.0.1]:22) using "publickey".
-refused by the gate: 'bash -ls' is no request, expected crossfed-gate and one of hello, nothing
+refused by the gate: 'bash -ls' is not a request, expected crossfed-gate and one of hello, nothing
 Transferred: sent 3000, received 3100 bytes, in 0.5 seconds
 Bytes per second: sent 6096.7, received 6303.4
 """

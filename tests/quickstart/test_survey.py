@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.config.deployments import WORKDIR, Deployment
-from coordinator.quickstart.begin import _told
+from coordinator.quickstart.begin import _describe_survey
 from coordinator.quickstart.choice import choose, template_for
 from coordinator.quickstart.command import quickstart
 from coordinator.quickstart.describe import RoundTraining, federation_text, scalar
@@ -165,7 +165,7 @@ def test_packages_come_from_where_the_site_has_them():
 def test_scratch_comes_before_home():
     survey = read_survey(f"{SECTION} places\nHOME|/home/a|99\nSCRATCH|/scratch/a|5\nWORK|/w x|77\n{SECTION} end\n")
     assert workdir(survey).value == "/scratch/a/crossfed-work"
-    assert workdir(survey).others == ("/home/a/crossfed-work",), "a path with a blank is no proposal"
+    assert workdir(survey).others == ("/home/a/crossfed-work",), "a path with a blank is not a proposal"
 
 
 def test_a_known_site_is_known_by_its_login_node():
@@ -274,7 +274,7 @@ def test_packages_that_jobs_do_not_see_are_not_counted(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(("count", "said"), [(0, "0 partitions"), (1, "1 partition,"), (1200, "1,200 partitions")])
 def test_what_a_site_has_is_counted_in_words_that_agree(count: int, said: str):
     survey = Survey(partitions=tuple(Partition(name=f"p{n}") for n in range(count)), accounts=("chem",))
-    assert said in _told(survey) and "1 account," in _told(survey)
+    assert said in _describe_survey(survey) and "1 account," in _describe_survey(survey)
 
 
 @pytest.mark.parametrize("name", ["slurm", "pbs", "flux"])

@@ -57,7 +57,7 @@ def test_a_round_is_explained_facility_by_facility(federation: Federation):
     assert "facility-03 is out of round 0" in text and "What to do:" in text
     with pytest.raises(InputError, match="the next one is round 3"):
         said(federation, "round", "3")
-    with pytest.raises(InputError, match="unknown key '2'.*`crossfed explain round 2` tells of a round"):
+    with pytest.raises(InputError, match="unknown key '2'.*`crossfed explain round 2` explains a round"):
         said(federation, "2")
 
 
@@ -85,7 +85,7 @@ def test_a_round_that_is_no_number_is_asked_for(federation: Federation, number: 
 
 
 def test_what_comes_after_the_last_round_is_no_round(federation: Federation):
-    """The evaluation of the final model goes by the next number in the journal: it is no round that waits."""
+    """The evaluation of the final model goes by the next number in the journal: it is not a round that waits."""
     federation.file.write_text(federation.file.read_text().replace("rounds: 5", "rounds: 3"))
     Journal(federation.archive_path).append("verified", time=BEGIN + 1e6, facility="facility-00", round=3)
     for number in ("3", "4"):

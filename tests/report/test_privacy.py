@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.archive.privacy import told_privacy
+from coordinator.archive.privacy import reported_privacy
 from coordinator.archive.remarks import summary_remarks
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
@@ -151,5 +151,5 @@ def test_what_cannot_be_read_is_no_budget(privacy: Any):
         ("loss_received", "loss_returned", "perplexity_received", "perplexity_returned", "training_loss"), 1.0
     )
     report = Report(federation="f", facility="a", details={"privacy": privacy}, **values)  # type: ignore[arg-type]
-    assert told_privacy(report) == {}
-    assert told_privacy(Report(federation="f", facility="a", details={"privacy": BUDGET}, **values)) == BUDGET  # type: ignore[arg-type]
+    assert reported_privacy(report) == {}
+    assert reported_privacy(Report(federation="f", facility="a", details={"privacy": BUDGET}, **values)) == BUDGET  # type: ignore[arg-type]

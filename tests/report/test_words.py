@@ -139,7 +139,10 @@ def test_one_facility_among_several_changes_no_word():
         details={"task": "<script>"},
         **told,
     )
-    assert report.task_told(one) == "" and report.task_told(dataclasses.replace(one, details={"task": ["chat"]})) == ""
+    assert (
+        report.task_reported(one) == ""
+        and report.task_reported(dataclasses.replace(one, details={"task": ["chat"]})) == ""
+    )
 
 
 @pytest.mark.parametrize(

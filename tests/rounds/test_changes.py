@@ -160,7 +160,9 @@ def test_the_first_step_refuses_what_was_not_accepted_and_the_round_file_tells_w
     archive.write_note("accepted", {"digest": digest_of(fewer.described)})
     model, number, _ = start(archive, tmp_path / "model", fewer)
     assert number == 1 and "accepted" not in archive.read_note("accepted")
-    monkeypatch.setattr(commit, "drop_told", lambda archive: None)  # killed before that, the round being there
+    monkeypatch.setattr(
+        commit, "drop_recorded_changes", lambda archive: None
+    )  # killed before that, the round being there
     close(archive, model, [write_update(tmp_path / "a1", model, "a", round=1)], fewer, 1)
     monkeypatch.undo()
     told = archive.read_round(1).changes

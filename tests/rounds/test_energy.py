@@ -168,7 +168,7 @@ def test_what_this_machine_has_is_read_and_what_it_lacks_is_absent():
     assert set(first.counters) <= set(SOURCES) and set(first.counters) == set(second.counters)
     assert ("rapl" in first.counters) <= any(energy.RAPL.glob("intel-rapl:*"))
     assert ("pm_counters" in first.counters) == energy.PM_COUNTER.is_file()
-    assert "sacct" not in first.counters  # this is no job
+    assert "sacct" not in first.counters  # this is not a job
     assert set(gained(first, second)) <= set(first.counters)
 
 

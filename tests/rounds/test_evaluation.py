@@ -22,7 +22,7 @@ from facility.exchange.messages.evaluation import SCORES, EvaluationSettings, Fa
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.rounds import evaluation
-from facility.rounds.evaluation import OFFLINE, evaluate_model, scores_in, tell_scores_of_models, whole
+from facility.rounds.evaluation import OFFLINE, evaluate_model, scores_in, whole, write_scores_of_models
 from tests.aggregation.test_adapter_export import logits, round_model
 from tests.distributed import Started
 from tests.pico import save_pico
@@ -180,7 +180,7 @@ def test_scores_in_the_matrix_equal_those_of_the_command_model_by_model(tmp_path
     settings = FacilitySettings(
         federation="f", facility="a", rounds=2, seed=0, training=TrainingSettings(device="cpu"), evaluation=evaluation
     )
-    tell_scores_of_models({name: sent / name for name in folders}, out, settings, dataset=tmp_path)
+    write_scores_of_models({name: sent / name for name in folders}, out, settings, dataset=tmp_path)
     told = tasks_of(read_manifest(out), folders)
     expected = {folder: by_command(sent / folder, tasks, tmp_path / f"by-{folder}") for folder in folders[:2]}
     assert expected[GLOBAL] != expected[INITIAL]  # else one could stand for the other

@@ -168,8 +168,12 @@ def make_tokenizer(folder: Path, text: Path) -> None:
         ("facility", ["--python", "OLD"], "Python 3.8.1 is too old, expected 3.11 or newer"),
         ("facility", ["--torch", "tpu"], "expected auto, cuda, rocm or cpu"),
         ("facility", ["--wheelhouse", "/nowhere"], "crossfed bundle"),
-        ("facility", ["--template", "/nowhere.sh"], "is no file, and no template has that name; there are: deucalion"),
-        ("facility", ["--template", "/tmp"], "/tmp is no file"),
+        (
+            "facility",
+            ["--template", "/nowhere.sh"],
+            "is not a file, and no template has that name; there are: deucalion",
+        ),
+        ("facility", ["--template", "/tmp"], "/tmp is not a file"),
         ("facility", ["--fill", "account"], "--fill is 'account', expected NAME=VALUE"),
         ("facility", ["--python", "/bin/true"], "/bin/true does not run, see above, or is no Python"),
         ("facility", ["--home", "/dev/null/x"], "--home /dev/null/x cannot be made, see above"),
@@ -448,7 +452,7 @@ def test_a_bundle_is_verified_before_it_is_installed(tmp_path: Path):
 
 
 def test_no_module_that_lies_beside_a_bundle_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It is no part of what SHA256SUMS names, and Python looked in the folder first that a person stood in: the
+    """It is not part of what SHA256SUMS names, and Python looked in the folder first that a person stood in: the
     bundle's own, as `crossfed bundle` tells."""
     out, marker = tmp_path / "b", tmp_path / "run"
     options = tiny_bundle(out)
@@ -474,7 +478,7 @@ def test_a_bundle_takes_the_place_of_an_earlier_bundles_code_alone(tmp_path: Pat
     """`--out ~` would replace ~/crossfed, where a facility, its data and its policy are unless it is told otherwise."""
     (tmp_path / kept).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / kept).write_text("kept")
-    with pytest.raises(InputError, match="crossfed is no code of an earlier bundle .* choose another --out"):
+    with pytest.raises(InputError, match="crossfed is not the code of an earlier bundle .* choose another --out"):
         tiny_bundle(tmp_path)
     assert (tmp_path / kept).read_text() == "kept" and not (tmp_path / "wheelhouse").exists()
     tiny_bundle(tmp_path / "b")

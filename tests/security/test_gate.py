@@ -312,7 +312,10 @@ def test_only_a_jobs_update_and_progress_leave(site: Gate):
     w = site.workdir
     (w / "job/update/deep").mkdir(parents=True)
     (w / "job/update/deep/manifest.json").write_text("told")
-    assert site.ask(f"crossfed-gate get-file {w}/job/progress.json")[:2] == (1, b"")  # none so far, which is no failure
+    assert site.ask(f"crossfed-gate get-file {w}/job/progress.json")[:2] == (
+        1,
+        b"",
+    )  # none so far, which is not a failure
     assert site.log()[-1]["what"] == "request"
     (w / "job/progress.json").write_text("{}")
     (w / "job/secret").write_text("secret")

@@ -220,7 +220,7 @@ def test_a_directory_with_an_update_in_it_is_not_taken_over(site: MaskingGate, w
     request, update = site.step("keys", "u"), site.workdir / "u" / "update"
     {"directory": update.mkdir, "file": update.touch, "link": lambda: update.symlink_to("/nowhere")}[what]()
     code, _, error = site.ask(request)
-    assert code == 77 and "no new directory" in error
+    assert code == 77 and "is not a new directory" in error
     assert site.ask(f"crossfed-gate list {update}")[0] == 77
 
 

@@ -162,8 +162,8 @@ def test_a_jobs_directory_lies_in_no_other_jobs_update(site: Gate):
 
 @pytest.mark.parametrize("directory", ["a%x", "a%x/job", "%%j", "a%"])
 def test_what_a_job_prints_goes_to_no_directory_whose_name_slurm_makes_of_the_jobs(site: Gate, directory: str):
-    """Slurm 22.05 wrote what a job in `a%x` printed to `aNAME`, by a template's `--output=%x-%j.log`: that is no job's
-    directory, and checksums of what lies there are given."""
+    """Slurm 22.05 wrote what a job in `a%x` printed to `aNAME`, by a template's `--output=%x-%j.log`: that is not a
+    job's directory, and checksums of what lies there are given."""
     site.policy(job_output=False)
     code, _, error = site.ask(in_job(site, directory, site.round()))
     assert code == 77 and "holds a %" in error

@@ -1,4 +1,4 @@
-"""A hostile queue: what it answers is no option of a command, no markup, and nothing that ends or stalls the others."""
+"""A hostile queue: what it answers is neither an option nor markup, and ends or stalls none of the others."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_no_answer_of_a_queue_is_an_option_a_fault_or_a_terminal_command(name: s
         ]
         if isinstance(queue, BatchScheduler):
             told += [(queue.read_id(text), queue.read_begin(text))]
-            told += [(one.name, one.environment, one.said()) for one in queue.read_partitions(text)]
+            told += [(one.name, one.environment, one.describe()) for one in queue.read_partitions(text)]
             for id in ("1", "1.h", "ƒabc", "f1"):
                 queue.ended(queue.read_states(text, 0, [id]), [id])
                 if (ending := queue.read_ending(text, 0, id)) is not None:

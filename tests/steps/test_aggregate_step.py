@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.archive.privacy import told_privacy
+from coordinator.archive.privacy import reported_privacy
 from coordinator.archive.remarks import summary_remarks
 from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
@@ -381,7 +381,7 @@ def test_what_was_spent_on_an_update_that_came_after_the_sum_of_its_round_is_tol
     asked: Any = SimpleNamespace(survivors=["a"], round=0)
     found = survivors_of(pending, asked, sort_out(updates))
     assert (set(found.reports), set(found.failures)) == ({"a"}, {"b"})
-    assert told_privacy(found.dropped_reports["b"])["steps"] == 4
+    assert reported_privacy(found.dropped_reports["b"])["steps"] == 4
 
 
 def noised(

@@ -280,9 +280,9 @@ def test_who_is_away_is_told_once_and_is_back_when_its_job_can_begin(tmp_path: P
 
     async def reach() -> None:
         if (why := next(tries)) == "no route":
-            login.tell_unreachable("f.example", OSError(why))
+            login.report_unreachable("f.example", OSError(why))
             raise WorkflowExecutionException("f.example cannot be reached, tried 1 times")
-        login.tell_reached()
+        login.report_reached()
         if why:
             assert [event.kind for event in events.new()] == ["away"], "it is of no use yet"
             raise WorkflowExecutionException(why)

@@ -59,8 +59,8 @@ def test_a_login_that_is_away_is_reported_of_the_facility(
     connector = CONNECTORS[entry["type"]](name, str(tmp_path), **entry["config"])
     login = connector._login
     progress = Progress([facility, "other"], 2)
-    login.tell_unreachable("10.0.0.2", TimeoutError("timed out"))
-    login.tell_reached()
+    login.report_unreachable("10.0.0.2", TimeoutError("timed out"))
+    login.report_reached()
     away, back = map(progress.feed, events.new())
     assert away and away.startswith(f"{facility} does not answer: 10.0.0.2: timed out; ")
     assert back == f"{facility} answers again" and connector.facility == facility, "of copies, too"

@@ -159,9 +159,9 @@ def test_a_host_that_is_away_is_told_by_its_facilitys_name(tmp_path: Path, monke
     monkeypatch.setenv(VARIABLE, str(events.path))
     login = patient_login.PatientLogin(facility="lumi")
     for _ in range(2):
-        login.tell_unreachable("10.0.0.2", TimeoutError("timed out"))
+        login.report_unreachable("10.0.0.2", TimeoutError("timed out"))
     for _ in range(2):
-        login.tell_reached()
+        login.report_reached()
     away, back = map(Progress(["lumi"], 2).feed, events.new())
     assert away and away.startswith("lumi does not answer: 10.0.0.2: timed out; ") and back == "lumi answers again"
 

@@ -1,4 +1,4 @@
-"""A user's own policy, in a module that is no part of the package: parameters are averaged every few steps."""
+"""A user's own policy, in a module that is not part of the package: parameters are averaged every few steps."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ SLOW_SECONDS = 16.0
 
 
 def at_rest(site: Site) -> tuple[list[str], set[str]]:
-    """Command lines of the user's processes that are no part of an ssh session, and listening ports, as ps and ss tell.
+    """Command lines of the user's processes that are not part of an ssh session, and listening ports, by ps and ss.
 
     A session's processes are sshd's and what descends from it: a gate, and what that runs for one request. A process
     that has ended and that Slurm has yet to reap (state Z) is at rest.

@@ -1,4 +1,4 @@
-"""A user's own pipeline schedule, in a module that is no part of the package: its declaration and order of ops."""
+"""A user's own pipeline schedule, in a module that is not part of the package: its declaration and order of ops."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ RULES: list[tuple[str, Any]] = [
 
 
 def small(name: str, value: Any) -> Any:
-    """A key's small value; the given one where it is no number or no rule fits."""
+    """A key's small value; the given one where it is not a number or no rule fits."""
     if isinstance(value, bool) or not (value is None or isinstance(value, int | float)):
         return value
     for pattern, number in RULES:

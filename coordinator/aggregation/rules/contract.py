@@ -27,7 +27,7 @@ from facility.exchange.registry import Declaration
 Combine = Callable[[Array, str, int], Array]
 """(steps of shape (updates, n), tensor, offset of the first value) -> n values."""
 TensorCoefficients = Callable[[str], Sequence[float] | None]
-"""Tensor -> its coefficients, or None where it is no weighted sum. May be called from any thread."""
+"""Tensor -> its coefficients, or None where it is not a weighted sum. May be called from any thread."""
 
 INNER_PRODUCTS = "inner_products"
 """The inner products of all pairs of steps, from a first pass over the updates."""
@@ -55,7 +55,7 @@ class RowSquares:
 
 
 class SquaredGradients(Protocol):
-    """What AdamW's second moments tell of a round: they travel where `training.optimizer_state` is `shared`."""
+    """What AdamW's second moments say of a round: they travel where `training.optimizer_state` is `shared`."""
 
     def of(self, tensor: str) -> RowSquares | None:
         """None where some update brings none of it. May be called from any thread."""

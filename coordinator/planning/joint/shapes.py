@@ -28,7 +28,7 @@ class Shape:
     worth: np.ndarray
     """Their cost by closed forms, in terms of the objective."""
     fits: bool
-    """True if one is within memory; else their cost says how far they are from that, and is no promise."""
+    """True if one is within memory; else their cost says how far they are from that, and is not a promise."""
     schedules: tuple[str, ...]
     """Schedules that its best layout is simulated under."""
     whole: bool = False

@@ -72,8 +72,8 @@ def is_saved_module(module: str, wanted: Iterable[str]) -> bool:
 
 
 def loaded_as(model_class: str) -> dict[str, Any]:
-    """What tells peft's `AutoPeftModel...` classes how the base is loaded: its task, where peft has a word for it, else
-    the class itself; {} where that is unknown ('')."""
+    """What says to peft's `AutoPeftModel...` classes how the base is loaded: its task, where peft has a word for it,
+    else the class itself; {} where that is unknown ('')."""
     for ending, kind in TASK_TYPES.items():
         if model_class.endswith(ending):
             return {"task_type": kind}

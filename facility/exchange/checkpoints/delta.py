@@ -337,8 +337,8 @@ def _plan(codec: Codec, old: Checkpoint, new: Mapping[str, TensorEntry], density
 
 
 def _differs_early(old: TensorEntry, new: TensorEntry, left: Left) -> bool:
-    """Whether the first `PROBE` values of some part differ: of what was trained, the first part tells without the rest
-    being read once more."""
+    """Whether the first `PROBE` values of some part differ: of what was trained, the first part shows it without the
+    rest being read once more."""
     return any(length > 0 for _, _, _, length in read_differences(old, new, PROBE, left))
 
 

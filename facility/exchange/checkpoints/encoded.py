@@ -61,7 +61,7 @@ class Begins:
                 self._changed.notify_all()
 
     def wait(self, part: int, seconds: float) -> None:
-        """Let other threads, which have the parts before under way, tell where `part` begins."""
+        """Let other threads, which have the parts before under way, know where `part` begins."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._known) > part, seconds)
 
@@ -252,7 +252,7 @@ def _cut(array: Array, lengths: Sequence[int]) -> list[Array]:
 
 
 def _selected(entry: EncodedTensor, part: int, stored: dict[str, Array], count: int, read: Read) -> Array:
-    """What a part's field of selected values holds, whose length the part's other fields tell."""
+    """What a part's field of selected values holds, whose length follows from the part's other fields."""
     selection = entry.codec.selection
     assert selection is not None
     found, length = entry.fields[selection.field], selection.stored_length(stored, count)

@@ -180,7 +180,7 @@ class StoredMoments:
             shape, form = shapes.get(name), marks.get(mark + part)
             if shape is None or form is None or (form != FIRST and len(shape) < 2):
                 raise CheckpointError(
-                    f"{self.checkpoint.directory} holds {stored!r:.80}, which is no parameter's moment"
+                    f"{self.checkpoint.directory} holds {stored!r:.80}, which is not a parameter's moment"
                 )
             moment = Moment(name=name, form=form, shape=tuple(shape))
             if self.moments.setdefault((name, form == FIRST), moment) != moment:

@@ -50,7 +50,9 @@ def check_loads(file: Path) -> None:
     that lacks memory aborts. Whatever else is wrong with it is left to those that load it.
     """
     if file.stat().st_size > MOST_BYTES:
-        raise InputError(f"{file} has {file.stat().st_size} bytes, expected at most {MOST_BYTES}: it is no tokenizer")
+        raise InputError(
+            f"{file} has {file.stat().st_size} bytes, expected at most {MOST_BYTES}: it is not a tokenizer"
+        )
     command = [sys.executable, "-P", "-c", LOAD, str(file), str(LOAD_SECONDS), str(LOAD_BYTES)]
     alone = os.environ | {"RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}  # threads reserve addresses by the core
     if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=alone).returncode in TOO_MUCH:

@@ -170,7 +170,7 @@ class TensorWriter:
         self.close()
 
     def _write_exactly(self, descriptor: int, content: memoryview, offset: int) -> None:
-        """A full disk is told with this file's name: several directories may be written side by side."""
+        """A full disk is reported with this file's name: several directories may be written side by side."""
         done = 0
         with name_in_errors(self._descriptors[descriptor], needed=self._sizes[descriptor]):
             while done < len(content):

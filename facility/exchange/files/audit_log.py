@@ -91,7 +91,7 @@ class Verdict:
 
 
 def verify_log(path: Path, heads: Collection[str] = ()) -> Verdict:
-    """Follow the chain of a log as `follow_chain` does. Raises `OSError` for what cannot be read or is no file."""
+    """Follow the chain of a log as `follow_chain` does. Raises `OSError` for what cannot be read or is not a file."""
     with open_file(path) as file:
         return follow_chain(lines_of(file), heads)
 

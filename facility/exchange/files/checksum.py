@@ -1,6 +1,6 @@
 """A checksum of what stays where it was written: XXH3 of 128 bits (https://xxhash.com), many times as fast as sha256.
 
-It tells every damage but one in 2^128. Whoever can write to a file can write another with the same checksum, and could
+It finds every damage but one in 2^128. Whoever can write to a file can write another with the same checksum, and could
 as well write the checksum anew: where a digest stands for content between parties, in the manifests of models and
 updates and in signatures, it is sha256.
 """

@@ -16,7 +16,7 @@ from facility.exchange.files.owners import not_ours
 from facility.exchange.files.user_cache import ours_alone
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Environment variable by which torch is told the folder."""
+"""Environment variable which names the folder to torch."""
 EVERYBODYS = stat.S_ISVTX | stat.S_IWOTH
 """Mode of a folder in which each account may make entries and remove its own."""
 

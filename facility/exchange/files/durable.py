@@ -147,7 +147,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def make_parents(path: Path) -> None:
     """Make the folders above `path`. Raises `NotADirectoryError` where a file is in the place of one, of which mkdir
-    says that it exists: nobody is to be told to remove it."""
+    says that it exists: nobody is to be asked to remove it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -220,7 +220,7 @@ def locked_sibling(path: Path) -> tuple[Path, int]:
         except BlockingIOError:
             taken = True  # by a process that takes it for abandoned, and removes it
         except OSError:
-            pass  # a file system without locks of directories: its age tells (`maker_is_gone`)
+            pass  # a file system without locks of directories: its age says so (`maker_is_gone`)
         if not taken and temporary.exists():
             return temporary, descriptor
         os.close(descriptor)

@@ -113,9 +113,9 @@ OF_A_LIBRARY = re.compile(r"\(os error (\d+)\)\s*$")
 @contextmanager
 def name_in_errors(place: Path, *, needed: int = 0) -> Iterator[None]:
     """What a file system refuses within names `place`, where the error names no file, as those of open files do, and
-    is an `OSError`, also where a library raises one of its own. `needed`: bytes of the whole file, told beside.
+    is an `OSError`, also where a library raises one of its own. `needed`: bytes of the whole file, reported beside.
 
-    What is free is told once what was written is removed, its folder's other files too: it may be more than that."""
+    What is free is reported once what was written is removed, its folder's other files too: it may be more."""
     try:
         yield
     except OSError as error:

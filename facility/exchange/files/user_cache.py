@@ -42,7 +42,7 @@ def _parents() -> Iterator[Path]:
 
 
 def ours_alone(path: Path) -> bool:
-    """Whether it is there, belongs to this user, is no link, and no other may write it."""
+    """Whether it is there, belongs to this user, is not a link, and no other may write it."""
     try:
         status = path.lstat()
     except OSError:

@@ -6,7 +6,7 @@
 
 Each key is signed by its facility and checked by every other against signers that it holds itself, so the coordinator
 cannot put its own keys in between. The digest of all of it, and of each reader's own settings of secure aggregation,
-goes into every mask and every share: facilities that were shown different rosters, or were told to weigh or to clip in
+goes into every mask and every share: facilities that were shown different rosters, or were asked to weigh or to clip in
 different ways, cannot be unmasked together.
 """
 
@@ -62,9 +62,9 @@ class Keys:
     tokens: int
     """Those times the length of its blocks."""
     walk: str
-    """Digest of what it was told that decides how far it trains (`walks.walk_of`)."""
+    """Digest of what it was asked for that decides how far it trains (`walks.walk_of`)."""
     told: str = ""
-    """Digest of what else decides which update it makes of a model (`walks.told_of`); '': not said."""
+    """Digest of what else decides which update it makes of a model (`walks.decisive_digest`); '': not said."""
     format: int = KEYS_FORMAT
 
 

@@ -1,4 +1,4 @@
-"""The smallest sum that a coordinator can open by telling facilities different sets of survivors.
+"""The smallest sum that a coordinator can open by showing facilities different sets of survivors.
 
 Each of M members of a roster answers for one set, of `least` members or more, so it counts at most M - least as absent.
 A member is left out of a sum only with `threshold` shares from answers that count it as absent. All answers together

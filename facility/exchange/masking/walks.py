@@ -1,9 +1,9 @@
 """What decides how far a facility's training goes, compared between facilities before they send masked updates.
 
 A sum hides its updates among each other only while they are of one size. A coordinator that gave all facilities but one
-a learning rate of nearly nothing would read that one's update off the sum; so each signs what it was told in its keys,
-and none masks with a facility that was told otherwise (the attack on models instead of settings: Pasquini et al. 2022,
-arXiv 2111.07380).
+a learning rate of nearly nothing would read that one's update off the sum; so each signs what it was asked for in its
+keys, and none masks with a facility that was asked otherwise (the attack on models instead of settings: Pasquini et al.
+2022, arXiv 2111.07380).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def walk_of(settings: FacilitySettings) -> str:
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
-def told_of(settings: FacilitySettings, dataset: Path) -> str:
+def decisive_digest(settings: FacilitySettings, dataset: Path) -> str:
     """The digest of what, beside the walk, decides which update is made of a model: data and their order, the program
     and its precision. Two sums over the same facilities of which one had trained otherwise give that difference away.
 
@@ -156,7 +156,7 @@ AMOUNTS = (
 def odd_ones(keys: Mapping[str, Keys]) -> dict[str, str]:
     """Facilities with which the others would not mask, and why: without these, the rest passes `check_walks`.
 
-    What most were told counts; where as many were told one thing as another, nobody can say who is odd, and all stay.
+    What most were asked counts; where as many were asked one thing as another, nobody can say who is odd, and all stay.
     Of amounts, the farthest from the median goes first.
     """
     refused: dict[str, str] = {}
@@ -178,11 +178,11 @@ def odd_ones(keys: Mapping[str, Keys]) -> dict[str, str]:
 
 
 def check_own(own: Keys, settings: FacilitySettings, dataset: Path, steps: int = 0) -> None:
-    """Raise `InputError` where this job is told otherwise than this facility's signed keys say.
+    """Raise `InputError` where this job is asked otherwise than this facility's signed keys say.
 
     `steps`: what the round's model asks for, 0: `training.steps`.
     """
-    if own.walk != walk_of(settings) or own.told not in ("", told_of(settings, dataset)):
+    if own.walk != walk_of(settings) or own.told not in ("", decisive_digest(settings, dataset)):
         raise InputError(
             f"the settings of training, or the dataset, differ from those for which {own.facility!r} signed its keys "
             f"of round {own.round}: nothing is masked; the next round draws keys anew"

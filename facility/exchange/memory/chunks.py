@@ -18,8 +18,8 @@ CHUNK_ROWS = {"cpu": 128, "cuda": 1024}
 CHUNKS = 4
 """Least chunks of a forward pass."""
 WHOLE_LOGITS: tuple[Task, ...] = ("preference", "image-classification")
-"""Tasks whose logits are always computed at once: a pair's loss is no sum over positions, and classes are few. So are
-those of private training, since a record's own gradient needs its logits."""
+"""Tasks whose logits are always computed at once: a pair's loss is not a sum over positions, and classes are few. So
+are those of private training, since a record's own gradient needs its logits."""
 
 
 def rows_of(positions: int, vocabulary: int, device: str = "cpu") -> int:

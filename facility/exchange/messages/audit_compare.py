@@ -101,7 +101,7 @@ def _of_head(file: Path, mine: list[bytes], other: str) -> tuple[str, bool]:
     number = int(found[1])
     if number > lines:
         own = f"{lines}:{digest_of(mine[-1])}"
-        return f"{other}: {file} has {lines} lines, too few to tell; compare {own} with the longer log", False
+        return f"{other}: {file} has {lines} lines, too few to compare; take {own} and the longer log", False
     if (here := digest_of(mine[number - 1])) == digest:
         return f"{other}: is line {number} of the {lines} of {file}", True
     return f"{other}: line {number} of {file} has the digest {here}: TWO LOGS, which part at this line or before", False
@@ -115,7 +115,7 @@ def _of_file(file: Path, mine: list[bytes], other: Path) -> tuple[str, bool]:
         return f"{other}: one log with {file}: the first {shorter} lines of {longer} are the same", True
     if same == 0 and (seen := _seen_in(theirs)):
         return _of_seen(file, mine, other, seen)
-    parting = f"line {same + 1} is {_told(theirs[same])} there, {_told(mine[same])} in {file}"
+    parting = f"line {same + 1} is {_describe_entry(theirs[same])} there, {_describe_entry(mine[same])} in {file}"
     return f"{other}: TWO LOGS: the first {same} lines are those of {file}; {parting}", False
 
 
@@ -138,6 +138,6 @@ def _seen_in(lines: list[bytes]) -> dict[str, dict[str, Any]]:
     return {str(entry[SEEN]).lower(): entry for entry in entries if entry.get(SEEN)}
 
 
-def _told(line: bytes) -> str:
+def _describe_entry(line: bytes) -> str:
     entry = object_in(line) or {}
     return clean_text(f"{entry.get('what')} of {entry.get('time')}", 100)

@@ -156,7 +156,7 @@ def expected_of(manifest: Manifest, facility: str) -> list[str]:
 
 def missing_of(manifest: Manifest, expected: Collection[str]) -> dict[str, str]:
     """Why a facility has no figures of models. Raises `ManifestError`."""
-    missing = Fields(raw=_told(manifest), where=KEY).inside("missing", len(expected))
+    missing = Fields(raw=_figures_in(manifest), where=KEY).inside("missing", len(expected))
     missing.only(list(expected))
     return {name: missing.words(name, "", longest=500) for name in missing.raw}
 
@@ -177,7 +177,7 @@ def steps_alone(manifest: Manifest, facility: str, done: int, *, most: int) -> i
 
 def figures_of(manifest: Manifest, expected: Collection[str]) -> list[Figure]:
     """What a facility found of the models in the folders `expected`. Raises `ManifestError` for anything else."""
-    found = Fields(raw=_told(manifest), where=KEY).only(["figures", "tasks", "missing"])
+    found = Fields(raw=_figures_in(manifest), where=KEY).only(["figures", "tasks", "missing"])
     return found.items("figures", MOST_FIGURES, lambda fields, key: _figure(fields.inside(key), expected))
 
 
@@ -208,7 +208,7 @@ def _interval(found: Fields, least: float) -> Interval:
 
 def tasks_of(manifest: Manifest, expected: Collection[str]) -> list[dict[str, Any]]:
     """Scores of the models on tasks: model, task, metric, value, stderr. Raises `ManifestError`."""
-    found = Fields(raw=_told(manifest), where=KEY)
+    found = Fields(raw=_figures_in(manifest), where=KEY)
     return found.items("tasks", MOST_SCORES, lambda fields, key: _score(fields.inside(key), expected))
 
 
@@ -219,7 +219,7 @@ def _score(found: Fields, expected: Collection[str]) -> dict[str, Any]:
 
 def alone_of(manifest: Manifest) -> Alone:
     """How far a facility says that it is. Raises `ManifestError`."""
-    found = Fields(raw=_told(manifest), where=KEY).only(["alone"]).inside("alone").only_of(Alone)
+    found = Fields(raw=_figures_in(manifest), where=KEY).only(["alone"]).inside("alone").only_of(Alone)
     alone = Alone(
         rounds=found.whole("rounds", most=MOST_ROUNDS),
         of=found.whole("of", most=MOST_ROUNDS),
@@ -230,7 +230,7 @@ def alone_of(manifest: Manifest) -> Alone:
     return alone
 
 
-def _told(manifest: Manifest) -> dict[str, Any]:
+def _figures_in(manifest: Manifest) -> dict[str, Any]:
     found = manifest.extra.get(KEY)
     if not isinstance(found, dict):
         raise ManifestError(f"the manifest has no {KEY}: expected figures, or rounds trained alone")

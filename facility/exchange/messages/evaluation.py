@@ -115,7 +115,7 @@ def _score(raw: Any) -> dict[str, Any]:
 
 
 def score_of(found: Fields, *, of_data: bool = False) -> dict[str, Any]:
-    """The fields `SCORE` of a facility's score. Raises `ManifestError` where a name is no name, a number none.
+    """The fields `SCORE` of a facility's score. Raises `ManifestError` where a name or a number is not one.
 
     `of_data`: it may be the accuracy on a facility's validation data or held-out data, too.
     """
@@ -123,7 +123,7 @@ def score_of(found: Fields, *, of_data: bool = False) -> dict[str, Any]:
     least, most = -MOST_VALUE, MOST_VALUE
     if of_data and task in OF_DATA:
         if metric != ACCURACY:
-            raise ManifestError(f"{found.where} tells something else than {ACCURACY} of {task}")
+            raise ManifestError(f"{found.where} reports something else than {ACCURACY} of {task}")
         least, most = 0.0, 1.0
     elif task == VALIDATION:
         raise ManifestError(
@@ -132,7 +132,7 @@ def score_of(found: Fields, *, of_data: bool = False) -> dict[str, Any]:
     else:
         for name, plain, text in (("task", TASK, task), ("metric", METRIC, metric)):
             if not plain.fullmatch(text):
-                raise ManifestError(f"{found.where} has a {name} that is no name such as arc_easy or acc_norm")
+                raise ManifestError(f"{found.where} has a {name} that is not a name such as arc_easy or acc_norm")
     stderr = None if found.raw.get("stderr") is None else found.number("stderr", most=most)
     return {
         "task": task,

@@ -26,8 +26,8 @@ MODULES = "command -v module >/dev/null || [ ! -r /etc/profile ] || . /etc/profi
 ENTER = re.compile(r"^\. '<home>/env\.sh'$", re.MULTILINE)
 """The line that enters the facility's environment."""
 NO_LOGIN = "unset SSH_CLIENT SSH2_CLIENT"
-"""Below a login by ssh, as these tell it, bash reads ~/.bashrc for a command too, the last one of a script included,
-whose PATH (conda's, pyenv's) would come before that of the environment."""
+"""Below a login by ssh, as these variables say, bash reads ~/.bashrc for a command too, the last one of a script
+included, whose PATH (conda's, pyenv's) would come before that of the environment."""
 
 
 @validated(frozen=True, kw_only=True)

@@ -275,18 +275,18 @@ def plan_from_json(raw: Any, *, file: Path | str | None = None) -> Plan:
 
 
 OF_EVERY_PLAN = ("stages", "replicas", "grid", "stage_units")
-"""Keys without which a file is no plan."""
+"""Keys without which a file is not a plan."""
 
 
 def read_plan(path: Path) -> Plan:
-    """Read `plan.json`; raises `ConfigurationError`, which quotes nothing of a file that is no plan.
+    """Read `plan.json`; raises `ConfigurationError`, which quotes nothing of a file that is not a plan.
 
     Settings name the file, and what is said of it leaves the facility.
     """
     raw = read_values(path)
     if not isinstance(raw, dict) or not set(OF_EVERY_PLAN) <= set(raw):
         raise ConfigurationError(
-            f"is no plan, expected a mapping with {', '.join(OF_EVERY_PLAN)} as `crossfed plan` writes it", file=path
+            f"is not a plan, expected a mapping with {', '.join(OF_EVERY_PLAN)} as `crossfed plan` writes it", file=path
         )
     return plan_from_json(raw, file=path)
 

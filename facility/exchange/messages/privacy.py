@@ -18,7 +18,7 @@ DETAILS = "privacy"
 DATASET_LIMIT = "CROSSFED_DATASET_EPSILON"
 """Environment variable of a site: the most epsilon that all federations on one dataset may spend together."""
 RELEASED = "released"
-"""In the `extra` of a model's manifest: by facility, the noised steps of which its reports tell."""
+"""In the `extra` of a model's manifest: by facility, the noised steps that its reports count."""
 MOST_STEPS = 10**12
 LEAST_CLIP = 1e-20
 """Far above 1.2e-38, below which float32 has fewer digits the smaller a number is."""
@@ -94,8 +94,8 @@ def privacy_of(details: dict[str, Any]) -> PrivacyReport | None:
 
 def steps_reported(received: Manifest, facility: str) -> int:
     """How many noised steps of a facility the sender of a model has reports of; 0: none, or nothing sensible."""
-    told = received.extra.get(RELEASED)
-    steps = told.get(facility) if isinstance(told, dict) else None
+    released = received.extra.get(RELEASED)
+    steps = released.get(facility) if isinstance(released, dict) else None
     return steps if type(steps) is int and 0 < steps <= MOST_STEPS else 0
 
 

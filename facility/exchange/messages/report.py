@@ -172,7 +172,7 @@ def _count(report: Report, key: str) -> int:
     return value if type(value) is int and 0 < value <= MOST_COUNT else 0
 
 
-def task_told(report: Report) -> str:
+def task_reported(report: Report) -> str:
     """What the losses are of; '': it says nothing that is known."""
     task = report.details.get(TASK)
     return task if isinstance(task, str) and task in KNOWN else ""

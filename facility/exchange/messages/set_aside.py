@@ -18,13 +18,13 @@ LONGEST = 100
 
 def set_aside(received: Manifest) -> dict[str, int]:
     """What the sender of a model says; {} where that is nothing sensible."""
-    told = received.extra.get(KEY)
-    if not isinstance(told, dict) or len(told) > MOST:
+    found = received.extra.get(KEY)
+    if not isinstance(found, dict) or len(found) > MOST:
         return {}
     sensible = all(
-        len(name) <= LONGEST and type(first) is int and 0 <= first <= MOST_ROUNDS for name, first in told.items()
+        len(name) <= LONGEST and type(first) is int and 0 <= first <= MOST_ROUNDS for name, first in found.items()
     )
-    return dict(told) if sensible else {}
+    return dict(found) if sensible else {}
 
 
 def with_set_aside(directory: Path, rewinds: Mapping[str, int]) -> None:

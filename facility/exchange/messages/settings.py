@@ -280,7 +280,7 @@ def check_differential(training: TrainingSettings, *, dataset_card: bool = False
         )
     if dataset_card:
         raise ConfigurationError(
-            "public.dataset_card tells counts and digests of the dataset, which are not noised: expected false "
+            "public.dataset_card holds counts and digests of the dataset, which are not noised: expected false "
             f"{private}",
             key="public.dataset_card",
         )
@@ -288,11 +288,11 @@ def check_differential(training: TrainingSettings, *, dataset_card: bool = False
 
 def check_masked(training: TrainingSettings, *, step_norms: bool) -> None:
     """Raise `ConfigurationError`, with the key, for settings that reveal figures of a single update beside masks."""
-    told = [
+    given = [
         (step_norms, "step_norms", "the norm of each tensor's step is stated beside the update"),
         (training.drift_correction, "training.drift_correction", "the length of each walk is in the report"),
     ]
-    for on, key, what in told:
+    for on, key, what in given:
         if on:
             raise ConfigurationError(
                 f"{key} is true beside masking, expected false: {what}, which masks hide from the coordinator", key=key

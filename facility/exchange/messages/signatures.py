@@ -89,7 +89,7 @@ def verify_signature(directory: Path, signer: str, allowed_signers: Path) -> str
         error = str(refused)
         with suppress(ConfigurationError):
             if last and _run(command, content, ""):
-                error = f"{revoked} revokes the key, or is no list of public keys, one a line, and no KRL"
+                error = f"{revoked} revokes the key, or is neither a list of public keys, one a line, nor a KRL"
         raise ManifestError(
             f"{directory}/{NAME} is not signed by {signer!r} as {allowed_signers} has it ({error.strip()}): "
             "altered, or signed with another key, or with one that is revoked or no longer valid"

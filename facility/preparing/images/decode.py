@@ -144,7 +144,7 @@ class Decoder:
                 "(--most-pixels)"
             ) from None
         except Image.UnidentifiedImageError:
-            raise DatasetError(f"{name} cannot be decoded: it is no image of {', '.join(FORMATS)}") from None
+            raise DatasetError(f"{name} cannot be decoded: it is not an image of {', '.join(FORMATS)}") from None
         except Exception as error:  # a damaged file raises whatever its decoder raises
             raise DatasetError(f"{name} cannot be decoded: {type(error).__name__}: {error}"[:300]) from None
 

@@ -68,7 +68,7 @@ class AdPsgd(Replica):
         seconds = time.monotonic() - begin
         self.exchange_seconds += seconds
         self.bytes += sent
-        self.link.tell(decision, ok=not why, seconds=seconds, sent=sent, why=why)
+        self.link.report(decision, ok=not why, seconds=seconds, sent=sent, why=why)
 
     def before_final(self) -> None:
         # All have finished, so exchanges are over; peers may have moved the vector while this rank waited.

@@ -73,7 +73,7 @@ class Wave(Replica):
         seconds = pushed + time.monotonic() - begin
         self.exchange_seconds += seconds
         self.bytes += self.flat.bytes
-        self.link.tell(decision, ok=True, seconds=seconds, sent=self.flat.bytes)
+        self.link.report(decision, ok=True, seconds=seconds, sent=self.flat.bytes)
 
     def finish(self) -> bool:
         if self.done % self.settings.every:

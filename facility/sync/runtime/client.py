@@ -139,7 +139,7 @@ class SchedulerClient:
     def ask_to_pause(self) -> None:
         self._send({"t": "pause"})
 
-    def tell(
+    def report(
         self, decision: Decision, *, ok: bool, seconds: float, sent: int, why: str = "", relayed: bool = False
     ) -> None:
         """Report the end of a group, without waiting. `relayed`: its single member has averaged with its partner."""

@@ -154,7 +154,7 @@ class Replica:
             decision = self.ask("finish")
             self.before_final()
             if decision.pause:
-                self.link.tell(decision, ok=True, seconds=0.0, sent=0)
+                self.link.report(decision, ok=True, seconds=0.0, sent=0)
                 self._finished = tuple(sorted(decision.members))
                 return False
             self._buffer = None  # of the last mean: as large as what follows
@@ -231,7 +231,7 @@ class Replica:
 
         `action` gets the process group and returns the bytes this rank sent; a group of one has nothing to do. `begun`
         (monotonic seconds) and `sent` (bytes) are of what belongs to the exchange and came before; `relayed` as for
-        `SchedulerClient.tell`.
+        `SchedulerClient.report`.
         """
         begin, why = time.monotonic() if begun is None else begun, ""
         try:
@@ -244,7 +244,7 @@ class Replica:
         self.exchange_seconds += seconds
         self.bytes += sent
         if not vote:
-            self.link.tell(decision, ok=not why, seconds=seconds, sent=sent, why=why, relayed=relayed)
+            self.link.report(decision, ok=not why, seconds=seconds, sent=sent, why=why, relayed=relayed)
             return not why
         took_place, _ = self.link.vote(decision, ok=not why, seconds=seconds, sent=sent, why=why)
         if not took_place:

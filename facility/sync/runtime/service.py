@@ -208,7 +208,7 @@ class SchedulerService:
                     self._welcome(member)
             return
         self.journal.event("came back", replica, self.now, "heard again; it receives before it contributes")
-        self._tell_present()
+        self._send_present()
         self._welcome(replica)
         self._carry_out(self.scheduler.join(replica, self.now, rounds=self._rounds.get(replica, 0)))
         if (request := self._requests.get(replica)) is not None:
@@ -233,7 +233,7 @@ class SchedulerService:
         self.journal.event("left", replica, self.now, reason)
         self._rounds[replica] = self.scheduler.rounds(replica)
         self._push([replica], {"t": "left"})
-        self._tell_present()
+        self._send_present()
         touched = [number for number, opened in self._open.items() if replica in opened.group.members]
         for number in touched:
             self._abort(number)
@@ -242,7 +242,7 @@ class SchedulerService:
             groups += self.scheduler.failed(self.now)
         self._carry_out(groups)
 
-    def _tell_present(self) -> None:
+    def _send_present(self) -> None:
         present = sorted(self.members.present)
         self._push(present, {"t": "present", "replicas": present})
 

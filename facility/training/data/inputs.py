@@ -152,7 +152,7 @@ def _check_place(out: Path) -> None:
         if refuses_writes(error):
             raise
         raise ConfigurationError(
-            f"--out {out}: {place} is no folder in which this account may make one; choose another"
+            f"--out {out}: {place} is not a folder in which this account may make one; choose another"
         ) from None
 
 

@@ -13,9 +13,9 @@ FORMAT = "%(asctime)s %(levelname)s [{name}] %(message)s"
 def start_logging(ranks: Ranks, name: str, *, speaks: bool | None = None) -> None:
     """Log to stderr under `name`; ranks other than the one that reports (by default the first) log warnings only."""
     speaks = ranks.first if speaks is None else speaks
-    who = name if speaks else f"{name} rank {ranks.rank}"
+    process = name if speaks else f"{name} rank {ranks.rank}"
     handler = logging.StreamHandler()
-    handler.setFormatter(Printable(FORMAT.format(name=who.replace("%", "%%")), datefmt="%H:%M:%S"))
+    handler.setFormatter(Printable(FORMAT.format(name=process.replace("%", "%%")), datefmt="%H:%M:%S"))
     logger = logging.getLogger("facility")
     logger.handlers = [handler]
     usual = logging.INFO if speaks else logging.WARNING

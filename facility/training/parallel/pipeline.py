@@ -38,7 +38,7 @@ def torch_class(schedule: PipelineSchedule) -> Any:
         ) from None
     if not (isinstance(found, type) and issubclass(found, torch_schedules._PipelineSchedule)):
         raise ConfigurationError(
-            f"schedule {schedule.name} names torch_class {schedule.torch_class!r}, which is no schedule; expected a "
+            f"schedule {schedule.name} names torch_class {schedule.torch_class!r}, which is not a schedule; expected a "
             "class that extends PipelineScheduleSingle or PipelineScheduleMulti"
         )
     return found

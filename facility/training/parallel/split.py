@@ -280,7 +280,7 @@ class Stage(nn.Module):
             if self.structure.entry:
                 self._entered, inputs = value, {self.structure.main_input: value}
             else:
-                # What runs before the first block is skipped; its input only tells shape, dtype and device. A copy,
+                # What runs before the first block is skipped; its input only gives shape, dtype and device. A copy,
                 # for some models scale their embeddings in place (CTRL).
                 embeds = value.detach().clone()
                 inputs = {"inputs_embeds": embeds, **kept}

@@ -70,7 +70,7 @@ class PrivateTraining:
             units = units_of(inputs.dataset, split, settings.unit, most=settings.blocks_per_document)
             self.counts[split] = len(units)
             self.readers[split] = RowReader(inputs.dataset, split, units, inputs.task, model, most_rows=rows)
-            self._tell_left_out(split, units)
+            self._log_left_out(split, units)
         self.sampling_rate = sampling_rate(self.expected, self.counts["train"], settings)
         self.gradients = RecordGradients(
             model,
@@ -87,7 +87,7 @@ class PrivateTraining:
         self.steps_left = 0
         """Steps that the chosen noise was calibrated for: no more are taken, whatever asks for them."""
 
-    def _tell_left_out(self, split: str, units: Units) -> None:
+    def _log_left_out(self, split: str, units: Units) -> None:
         if units.left_out:
             log.info(
                 "%s: %d pieces of documents of more than %d blocks are left out",
@@ -111,12 +111,12 @@ class PrivateTraining:
                     chosen = self._choose(done, resumed=resumed)
             self.steps_left = self.request.training.steps - done
             self.noise = broadcast_json(chosen, self.ranks.group) if self.ranks.world > 1 else chosen
-            self._tell_noise()
+            self._log_noise()
             yield
         finally:
             self.ledger.close()
 
-    def _tell_noise(self) -> None:
+    def _log_noise(self) -> None:
         if "training" in self.noise:
             log.info(
                 "differential privacy of each %s: epsilon %g at delta %g, noise multiplier %.4f, sampling rate %.4g",
