@@ -122,10 +122,12 @@ def make_bundle(
     return what
 
 
-def no_download(code: int, wheelhouse: Path, wanted: str) -> TransientError:
+def no_download(code: int, wheelhouse: Path, wanted: str) -> InputError | TransientError:
     """Why pip, which ended with `code`, has not fetched everything: a full disk, or what else it may be."""
-    full = why_unwritable([wheelhouse, Path(tempfile.gettempdir())])
-    return TransientError(f"pip download ended with {code}: {full or f'is there a network, and is there {wanted}?'}")
+    ended = f"pip download ended with {code}"
+    if full := why_unwritable([wheelhouse, Path(tempfile.gettempdir())]):
+        return InputError(f"{ended}: {full}")
+    return TransientError(f"{ended}: is there a network, and is there {wanted}?")
 
 
 def remove_cut_off(wheelhouse: Path) -> None:

@@ -517,7 +517,7 @@ def test_a_bundle_on_a_full_disk_says_so_and_keeps_no_half_of_a_wheel(tmp_path: 
         (wheelhouse / "half-1.0-py3-none-any.whl").write_bytes(whole.read_bytes()[:-30])
         return 2
 
-    with monkeypatch.context() as context, pytest.raises(TransientError, match=r"ended with 2: \S+ is full: free some"):
+    with monkeypatch.context() as context, pytest.raises(InputError, match=r"ended with 2: \S+ is full: free some"):
         context.setattr("tempfile.TemporaryFile", lambda dir: open("/dev/full", "wb", buffering=0))
         make_bundle(tmp_path / "b", **options, torch="cpu", run=cut_off)
     with pytest.raises(TransientError, match="is there a network"):
