@@ -52,7 +52,7 @@ COMPLAINTS = (
     Complaint(
         JUMP_FAILED,
         "host key",
-        "the host key of a jump host on the way to {host} is not in known_hosts",
+        "known_hosts lacks the host key of a jump host on the way to {host}",
         "log in to it by hand, and compare the key that it shows with the fingerprint the site publishes",
     ),
     Complaint(

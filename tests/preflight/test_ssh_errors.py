@@ -37,6 +37,16 @@ def test_advice_names_the_host_as_ssh_keyscan_and_ssh_keygen_take_it(host: str, 
     assert lost.found == f"the name {known.strip('[]').split(']')[0]} does not resolve"
 
 
+def test_a_jump_host_whose_key_is_unknown_is_not_told_as_the_facility():
+    """The ssh that ssh starts for it names no host; `crossfed quickstart` asked to trust the facility's key."""
+    said = "Host key verification failed.\r\nkex_exchange_identification: Connection closed by remote host\r\n"
+    deployment = read_deployment({"type": "ssh", "host": "login.site", "workdir": "/w"}, "d")
+    error = f"{said}Connection closed by UNKNOWN port 65535\r\n"
+    row = explain_ssh_failure("a", deployment, command=["ssh"], code=255, out="", error=error)
+    assert row.check == "host key" and "of a jump host on the way to login.site" in row.found
+    assert "not in known_hosts" not in row.found and "keyscan" not in row.fix
+
+
 @pytest.mark.parametrize("code", [0, 1])
 def test_a_shell_that_ends_before_our_command_is_told_from_a_login_that_fails(code: int):
     """A start-up file exits, asks or starts another shell: ssh itself has succeeded."""
