@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from coordinator.memory.figures import ModelFigures
 from coordinator.memory.layouts import layouts_of_plan, layouts_of_settings
 from coordinator.memory.weights import dimensions_of, weights_of
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.memory.rank import RankLayout, rank_memory
+from facility.exchange.memory.records import gradient_bytes, rows_of
 from facility.exchange.memory.units import memory_of_units
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
@@ -29,11 +32,16 @@ def needed_bytes(
     *,
     device: str = "cuda",
     local_ranks: int = 0,
+    private: bool = False,
 ) -> int:
     """Memory of the rank that needs most, beside interpreter and libraries, in the layout that the settings ask for.
 
-    `local_ranks`: of one node; 0: all. Raises `ConfigurationError` where the ranks cannot be arranged so.
+    `local_ranks`: of one node; 0: all. `private`: with differential privacy. Raises `ConfigurationError` where
+    the ranks cannot be arranged so.
     """
+    records = 0
+    if private:
+        model, training, records = with_records(model, training, ranks)
     layouts = layouts_of_settings(
         training,
         ranks,
@@ -46,7 +54,7 @@ def needed_bytes(
     dimensions = dimensions_of(model)
     weights = weights_of(model, training, chunked=layouts[0].chunk_rows > 0)
     units = memory_of_units(weights, dimensions, training)
-    return max(sum(rank_memory(units, layout, dimensions, training).values()) for layout in layouts)
+    return records + max(sum(rank_memory(units, layout, dimensions, training).values()) for layout in layouts)
 
 
 def needed_by_plan(
@@ -62,6 +70,21 @@ def needed_by_plan(
     return {number: sum(parts_of(model, training, layout).values()) for number, layout in layouts.items()}
 
 
+def with_records(
+    model: ModelFigures, training: TrainingSettings, ranks: int
+) -> tuple[ModelFigures, TrainingSettings, int]:
+    """Figures and settings by which differential privacy needs memory, and bytes of the gradients of single records.
+
+    A pass has rows by their gradients' size, whatever the batch, and all its logits at once; a frozen base is held in
+    float32, however it is stored.
+    """
+    trained = model.trained(training)
+    rows = rows_of(training.micro_batch_sequences, trained)
+    batch = max(rows * ranks, training.batch_sequences if training.micro_batch_sequences else 0)
+    used = replace(training, micro_batch_sequences=rows, batch_sequences=batch, chunked_loss="never")
+    return replace(model, dtypes={}), used, gradient_bytes(trained, rows)
+
+
 def smallest_ranks(
     model: ModelFigures,
     training: TrainingSettings,
@@ -70,6 +93,7 @@ def smallest_ranks(
     *,
     device: str = "cuda",
     local_ranks: int = 0,
+    private: bool = False,
 ) -> int | None:
     """The fewest ranks of `memory` bytes that hold the training, or None when no number up to `MOST_RANKS` does.
 
@@ -79,7 +103,8 @@ def smallest_ranks(
     while ranks <= MOST_RANKS:
         local = min(ranks, local_ranks)
         try:
-            if needed_bytes(model, training, block_tokens, ranks, device=device, local_ranks=local) <= memory:
+            need = needed_bytes(model, training, block_tokens, ranks, device=device, local_ranks=local, private=private)
+            if need <= memory:
                 return ranks
         except ConfigurationError:
             pass  # so many ranks make no whole pipelines

@@ -301,7 +301,8 @@ def memory_row(
             plan = read_plan(federation.path(named))
         except ConfigurationError as error:
             return fail(facility.name, "memory", str(error), "make the plan by `crossfed plan`")
-    return check_memory(facility, facility.deployment, model, block_tokens, template, plan)
+    private = federation.privacy is not None and federation.privacy.differential is not None
+    return check_memory(facility, facility.deployment, model, block_tokens, template, plan, private=private)
 
 
 def to_show(rows: list[Row]) -> list[Row]:

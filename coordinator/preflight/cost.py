@@ -35,8 +35,11 @@ def check_memory(
     block_tokens: int,
     template: str,
     plan: Plan | None = None,
+    *,
+    private: bool = False,
 ) -> Row:
-    """A row on whether the training fits, and on how many GPUs. `plan`: the facility's, where it can be read here."""
+    """A row on whether the training fits, and on how many GPUs. `plan`: the facility's, where it can be read here;
+    `private`: with differential privacy."""
     nodes, gpus = wanted_nodes(deployment, template)
     ranks = nodes * gpus or facility.training.ranks
     training = facility.training
@@ -45,7 +48,7 @@ def check_memory(
         if plan is not None:
             need = int(max(needed_by_plan(model, training, plan, block_tokens, device=device).values()))
         else:
-            need = needed_bytes(model, training, block_tokens, ranks, device=device, local_ranks=gpus)
+            need = needed_bytes(model, training, block_tokens, ranks, device=device, local_ranks=gpus, private=private)
     except ConfigurationError as error:
         return fail(facility.name, "memory", str(error), "change training.layout, or the ranks that the job starts")
     sharding = arrangement(training, ranks, planned=plan is not None)
@@ -53,10 +56,13 @@ def check_memory(
         return ok(
             facility.name,
             "memory",
-            f"about {format_bytes(need)} on each rank, {sharding} (set gpu_memory_gb to have it compared)",
+            f"about {format_bytes(need)} on each rank, {sharding}, beside interpreter and libraries, which take half a "
+            "GB or more of the node's memory (set gpu_memory_gb to have it compared)",
         )
     memory = deployment.gpu_memory_gb * 1e9
-    least = smallest_ranks(model, training, block_tokens, memory * 0.95, device=device, local_ranks=gpus)
+    least = smallest_ranks(
+        model, training, block_tokens, memory * 0.95, device=device, local_ranks=gpus, private=private
+    )
     if need > memory * 0.95:
         fix = (
             f"ask for at least {number_of(least, 'GPU')}"

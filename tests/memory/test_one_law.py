@@ -108,6 +108,33 @@ def inspected() -> Any:
 
 
 @pytest.mark.usefixtures("without_the_package")
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize("kind", ["full", "bfloat16", "lora", "half", "qlora16"])
+def test_with_differential_privacy_as_the_trainer_finds(base: Path, kind: str, rows: int):
+    """Rows of a pass come from the size of their gradients, not from the batch: 256 documents counted at once."""
+    import torch
+
+    from facility.training.data.tasks import CausalLM
+    from facility.training.memory import predicted_bytes, rank_layout
+    from facility.training.model import Attention
+    from facility.training.parallel.arrange import layout_of_settings
+    from facility.training.parallel.assemble import build_meta_model
+    from facility.training.privacy.micro_batches import memory_of_records
+    from facility.training.processes.ranks import Ranks
+
+    training = settings(kind, batch_sequences=256, micro_batch_sequences=rows)
+    config = pico_config(**WIDE)
+    skeleton = build_meta_model(config, CausalLM(), Attention(name="sdpa", reason=""), training)
+    here = Ranks(rank=0, world=1, local_rank=0, local_world=1, device=torch.device("cpu"))
+    layout = layout_of_settings(here, training, blocks=config.num_hidden_layers, block_tokens=TOKENS)
+    used, more = memory_of_records(layout, skeleton, training)
+    found = predicted_bytes(skeleton, None, rank_layout(used, here, 0, training), training, config) | more
+    assert sum(found.values()) == needed_bytes(model_figures(base), training, TOKENS, 1, device="cpu", private=True)
+    plain = needed_bytes(model_figures(base), training, TOKENS, 1, device="cpu")
+    assert rows or 1.5 * sum(found.values()) < plain, "what a batch of 256 would need without"
+
+
+@pytest.mark.usefixtures("without_the_package")
 @pytest.mark.parametrize("ranks", [{}, {"stages": 2}, {"shards": 2}], ids=["one", "stages", "shards"])
 @pytest.mark.parametrize("kind", list(TRAININGS))
 def test_from_shapes_as_from_the_model_itself(base: Path, kind: str, ranks: dict[str, int]):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from facility.dataset import IMAGES
 from facility.exchange.checkpoints.layouts import refusal_of_router_loss
 from facility.exchange.errors import InputError
+from facility.exchange.memory.records import rows_of
 from facility.exchange.messages.privacy import DifferentialSettings, PrivacyReport, check_layout
 from facility.exchange.privacy.accounting import epsilon_of
 from facility.exchange.seeds import derive_seed
@@ -30,7 +31,6 @@ from facility.training.engine import Engine, StepResult
 from facility.training.parallel.compute import Whole
 from facility.training.privacy.budget import OutOfBudget, choose_noise
 from facility.training.privacy.gradients import Gradients, RecordGradients
-from facility.training.privacy.micro_batches import rows_of
 from facility.training.privacy.randomness import SecretRandom
 from facility.training.privacy.rows import RowReader
 from facility.training.privacy.units import Units, evaluated_units, units_of
