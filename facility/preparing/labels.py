@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from facility.dataset import DatasetError
 from facility.exchange.json_text import parse_values
+
+END = b"\xff\xff\xff\xff\0\0\0\0"
+"""The last bytes of an Arrow stream."""
 
 
 def label_names(metadata: Mapping[bytes, bytes], label_field: str) -> list[str]:
@@ -40,7 +43,10 @@ def declared_names(kind: str, path: Path | None, dataset: Any, label_field: str)
 
 
 def opened_arrow(file: Any) -> tuple[Any, Any]:
-    """Schema and batches of a file as `datasets` keeps it (a stream) or as Feather does (with an index)."""
+    """Schema and batches of a file as `datasets` keeps it (a stream) or as Feather does (with an index).
+
+    Batches of a stream without an end, or that something follows, end in `ArrowInvalid`: pyarrow's do in silence.
+    """
     import pyarrow
 
     try:
@@ -49,7 +55,19 @@ def opened_arrow(file: Any) -> tuple[Any, Any]:
         file.seek(0)
         found = pyarrow.ipc.open_file(file)
         return found.schema, (found.get_batch(number) for number in range(found.num_record_batches))
-    return reader.schema, iter(reader)
+    return reader.schema, _to_the_end(reader, file)
+
+
+def _to_the_end(reader: Any, file: Any) -> Iterator[Any]:
+    import pyarrow
+
+    yield from reader
+    end, size = file.tell(), file.size()
+    file.seek(max(0, end - len(END)))
+    if file.read(len(END)) != END:
+        raise pyarrow.ArrowInvalid("the stream has no end; it was cut off as it was written")
+    if end != size:
+        raise pyarrow.ArrowInvalid(f"{size - end} bytes follow the stream's end; give each stream a file of its own")
 
 
 def class_name(label: str, names: Sequence[str], place: str) -> str:

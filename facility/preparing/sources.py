@@ -355,8 +355,13 @@ def _read_dataset(source: Source, fields: Fields) -> Iterator[Document]:
 
 
 def _records(dataset: Any, name: str) -> Iterator[Any]:
-    """The records of a dataset. Raises `DatasetError` where it cannot be read on: a damaged file, a network."""
+    """The records of a dataset. Raises `DatasetError` where it cannot be read on: a damaged file, a network.
+
+    A table on disk is validated as a whole, for `datasets` follows its offsets wherever they lead.
+    """
     try:
+        if hasattr(dataset, "data"):
+            dataset.data.validate(full=True)
         yield from dataset
     except Exception as error:  # whatever its format, or the hub's client, raises
         raise DatasetError(f"{name} cannot be read: {type(error).__name__}: {first_line(error):.200}") from None

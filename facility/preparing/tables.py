@@ -14,10 +14,13 @@ MOST_BYTES = 8 << 20
 
 
 def open_parquet(path: Path) -> Any:
-    """A `ParquetFile` whose columns are read in pieces: left to itself, pyarrow holds them whole, of all row groups."""
+    """A `ParquetFile` whose columns are read in pieces: left to itself, pyarrow holds them whole, of all row groups.
+
+    The checksums of its pages are verified, where it has some.
+    """
     import pyarrow.parquet
 
-    return pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False)
+    return pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False, page_checksum_verification=True)
 
 
 def parquet_rows(file: Any, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -30,7 +33,9 @@ def parquet_rows(file: Any, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def batch_rows(batch: Any) -> Iterator[dict[str, Any]]:
-    """The rows of one batch of an Arrow file."""
+    """The rows of one batch of an Arrow file. Raises `ArrowInvalid` for a damaged one: its offsets are addresses, and
+    pyarrow follows them past its end, into whatever else lies in memory."""
+    batch.validate(full=True)
     step = _rows_at_once(batch.num_rows, batch.nbytes)
     for start in range(0, batch.num_rows, step):
         yield from batch.slice(start, step).to_pylist()

@@ -1,16 +1,20 @@
-"""Tables of any size are read in pieces: neither a file, nor a row group, nor many long rows are held at once."""
+"""Tables of any size are read in pieces, and whole or not at all: no more than pieces of a file is held at once."""
 
 from __future__ import annotations
 
 import os
+import struct
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
+from facility.dataset import DatasetError
 from facility.preparing.sources import Fields, find_sources, read_documents
 
 
@@ -56,3 +60,66 @@ def test_long_rows_among_many_short_ones_are_as_few_at_a_time(tmp_path: Path):
             held.append(pyarrow.total_allocated_bytes() - before)
     assert len(held) == rows
     assert max(held) < rows * size / 2, "bytes"
+
+
+TEXTS = ["a" * 1111, "b" * 2222, "c" * 3333]
+STREAM, FEATHER = pyarrow.ipc.new_stream, pyarrow.ipc.new_file
+
+
+def arrow_file(path: Path, new: Any) -> bytes:
+    """Of a batch for each text."""
+    table = pyarrow.table({"text": TEXTS})
+    with pyarrow.OSFile(str(path), "wb") as file, new(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=1)
+    return path.read_bytes()
+
+
+def texts_of(place: Path) -> list[str]:
+    return [one.text for one in read_documents(*find_sources([str(place)], split="train"), Fields())]
+
+
+def test_an_arrow_stream_is_read_to_its_end_or_not_at_all(tmp_path: Path):
+    """One that was cut between two batches, or begun twice, lost all documents from there on in silence."""
+    path = tmp_path / "d.arrow"
+    whole = arrow_file(path, STREAM)
+    assert texts_of(path) == TEXTS
+    begin = b"\xff\xff\xff\xff"  # of each message, the end itself included
+    second, third = (whole.rindex(begin, 0, whole.index(text.encode())) for text in TEXTS[1:])
+    for end in (second, third, len(whole) - 8):
+        path.write_bytes(whole[:end])
+        with pytest.raises(DatasetError, match="the stream has no end; it was cut off"):
+            texts_of(path)
+    for more in (whole, b"more text"):
+        path.write_bytes(whole + more)
+        with pytest.raises(DatasetError, match=f"{len(more)} bytes follow the stream's end"):
+            texts_of(path)
+
+
+@pytest.mark.parametrize("kind", [STREAM, FEATHER, "saved"])
+def test_no_offset_of_a_damaged_table_is_followed_out_of_it(tmp_path: Path, kind: Any):
+    """Reading crashed, or took for text what lay in memory beyond it."""
+    place = path = tmp_path / "d.arrow"
+    if kind == "saved":
+        table = {"text": TEXTS, "note": ["another column"] * 3}
+        datasets.Dataset.from_dict(table).save_to_disk(str(place := tmp_path / "saved"))
+        (path,) = place.glob("*.arrow")
+        whole, offsets, damaged = path.read_bytes(), (1111, 3333, 6666), (1111, 3333, 6720)
+    else:
+        whole, offsets, damaged = arrow_file(path, kind), (0, 2222), (0, -1)
+    assert texts_of(place) == TEXTS
+    there = struct.pack(f"<{len(offsets)}i", *offsets)
+    assert whole.count(there) == 1
+    path.write_bytes(whole.replace(there, struct.pack(f"<{len(damaged)}i", *damaged)))
+    with pytest.raises(DatasetError, match="cannot be read|is not a readable Arrow file"):
+        texts_of(place)
+
+
+def test_a_page_of_a_parquet_file_that_was_altered_is_refused_by_its_checksum(tmp_path: Path):
+    path = tmp_path / "g.parquet"
+    table = pyarrow.table({"text": TEXTS})
+    pyarrow.parquet.write_table(table, path, write_page_checksum=True, compression="none", use_dictionary=False)
+    whole = path.read_bytes()
+    assert texts_of(path) == TEXTS
+    path.write_bytes(whole.replace(b"a" * 1000, b"x" * 1000))
+    with pytest.raises(DatasetError, match=r"g\.parquet .*(CRC|checksum)"):
+        texts_of(path)
