@@ -71,6 +71,28 @@ def test_every_round_of_a_federation_reserves_the_same_once_and_a_larger_budget_
         reserve(dataset, "heron", 5.5, limit="5")
 
 
+def test_a_larger_delta_stays_reserved_when_a_smaller_one_is_asked_for(dataset: Path):
+    for delta in (1e-6, 0.02, 1e-6):
+        reserve(dataset, "heron", 1.0, limit="10", delta=delta)
+    assert read_account(account_path(dataset))["heron/north"].delta == 0.02
+    with pytest.raises(InputError, match=r"deltas of all federations on it add up to 0\.03"):
+        reserve(dataset, "crane", 1.0, limit="10", delta=0.01)
+
+
+def test_deltas_are_measured_by_the_units_that_are_protected(tmp_path: Path):
+    """Many documents share a block: one over their number is less than one over that of the blocks."""
+    dataset = write_dataset(tmp_path / "many" / "data")
+    manifest = json.loads((dataset / "dataset.json").read_text())
+    manifest["splits"]["train"]["documents"] = 4000
+    (dataset / "dataset.json").write_text(json.dumps(manifest))
+    reserve(dataset, "heron", 1.0, limit="10", delta=0.001, unit="block")
+    other = dataset.with_name("other")
+    shutil.copytree(dataset, other)
+    account_path(dataset).unlink()
+    with pytest.raises(InputError, match="more than one over its 4000 units"):
+        reserve(other, "heron", 1.0, limit="10", delta=0.001)
+
+
 def test_the_account_follows_the_data_not_its_place(dataset: Path):
     reserve(dataset, "heron", 6.0)
     copy = dataset.with_name("copy")

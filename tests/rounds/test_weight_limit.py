@@ -125,3 +125,28 @@ def test_what_is_cut_down_counts_no_more_than_it_claims(samples: int, tokens: in
     )
     claimed = {"a": SimpleNamespace(samples=samples, tokens=tokens, round=0)}
     assert cap(settings, claimed, Path("model")).weights == ({} if counts is None else {"a": counts})
+
+
+def test_where_nothing_is_known_or_asked_claims_stand_as_they_are(tmp_path: Path):
+    """`refuse` cuts nothing, weights that no report states are not claims, and a model may not state a longest text."""
+    claimed = {
+        "a": SimpleNamespace(samples=11, tokens=900, round=0),
+        "c": SimpleNamespace(samples=7, tokens=7, round=0),
+    }
+
+    def counted(action: str, weights: str, model: Path, **changes: object) -> dict[str, float]:
+        aggregation = dataclasses.replace(SETTINGS.aggregation, weights=weights)
+        asked = ClaimSettings(**{"action": action, "sequence_tokens": 30} | changes)  # type: ignore[arg-type]
+        settings = dataclasses.replace(SETTINGS, claims=asked, aggregation=aggregation)
+        return cap(settings, claimed, model).weights  # type: ignore[arg-type]
+
+    silent = tmp_path / "silent"
+    silent.mkdir()
+    (silent / "config.json").write_text('{"model_type": "t5"}')
+    assert counted("cap", "tokens", silent) == {"a": 300, "c": 7}, "of c no steps are known"
+    assert counted("refuse", "tokens", silent) == counted("off", "tokens", silent) == {}
+    assert counted("cap", "equal", silent) == {}
+    assert counted("cap", "tokens", silent, sequence_tokens=0) == {} and longest_sequence(silent) == 0
+    assert longest_sequence(tmp_path) == 0
+    off = dataclasses.replace(SETTINGS, claims=ClaimSettings(action="off", sequence_tokens=30))
+    assert weight_limit_of(off, "a", silent) is None

@@ -70,7 +70,7 @@ def test_a_gate_that_has_something_in_common_with_an_earlier_one_is_closed(what:
         for name, letter, changes in (("heron", "a", first), ("ibis", "b", second))
     ]
     home = tmp_path / "home"
-    assert re.search(reason, verdict(home, *made))
+    assert re.search(reason, found := verdict(home, *made)) and found.endswith(f"{home}/policy.yml as well")
     assert verdict(home, *made, of="heron") == "", "the earlier one stays open"
     found = verdict(home, *made, of="heron", later=True)
     assert re.search(reason, found) and found.endswith("gates/ibis/policy.yml as well, whose gate this policy closes")
@@ -82,6 +82,8 @@ def test_gates_that_have_nothing_in_common_are_open(tmp_path: Path):
     one, other = (policy(tmp_path, name, letter, datasets=data) for name, letter in (("heron", "a"), ("ibis", "b")))
     for of in ("heron", "ibis"):
         assert verdict(tmp_path / "home", one, other, of=of, later=True) == "", "one dataset may serve both"
+    apart = policy(tmp_path, "ibis", "b", dataset_epsilon=8.0)
+    assert verdict(tmp_path / "home", one, apart, later=True) == "", "each dataset has an account of its own"
 
 
 def test_a_new_gate_that_comes_first_by_its_name_is_checked_against_those_there(tmp_path: Path):

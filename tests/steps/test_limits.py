@@ -69,6 +69,7 @@ def test_the_rule_by_hand():
     history = [entry(number, seconds=one) for number, one in enumerate((900, 100, 100, 110, 120, 0))]
     assert round_seconds(history) == 110, "median of the last five that were timed"
     assert exceeded(limits, history, NOON - 111, evaluates=False) is None
+    assert exceeded(limits, history, NOON - 110, evaluates=False) is None, "just so"
     found = exceeded(limits, history, NOON - 109, evaluates=False)
     assert found is not None and found.limit == "deadline"
     assert format_duration(110) in found.reason and format_duration(109) in found.reason
@@ -80,6 +81,10 @@ def test_the_rule_by_hand():
     found = exceeded(limits, [*many, entry(9)], NOON - 9999, evaluates=False)
     assert found is not None and found.limit == "node_hours" and "10 of 10 node-hours" in found.reason
     assert exceeded(limits, many, NOON - 9999, evaluates=False, waited=1.0) is not None, "a job waited for its model"
+    assert exceeded(limits, [], NOON - 9999, evaluates=False, waited=36_000.0) is not None, "all by such jobs"
+    many = [entry(number, evaluate=900) for number in range(9)]
+    assert exceeded(limits, many, NOON - 9999, evaluates=False) is None, "no evaluation follows"
+    assert exceeded(limits, many, NOON - 9999, evaluates=True) is not None
     assert exceeded(limits, [], NOON + 1, evaluates=False) is not None, "a deadline that has passed"
     assert exceeded(limits, [], NOON - 1, evaluates=False) is None, "of the first round nothing is known"
 
