@@ -13,7 +13,7 @@ from facility import gate
 from facility.exchange.messages import order
 from facility.exchange.messages.manifest import read_manifest, with_run, write_manifest
 from facility.gating import approval, jobs, queue, transfers
-from facility.gating.held import Target
+from facility.gating.held import Target, places_of
 from facility.gating.ledger import ledger_locked, read_ledger
 from facility.gating.policy import read_policy
 from facility.gating.refusal import Refused
@@ -375,3 +375,20 @@ def test_a_stream_that_began_before_a_file_was_kept_is_refused_after(
     code, _, error = site.ask(f"crossfed-gate {verb.format(place)}", packed(file=data) if "tree" in verb else data)
     assert code == 77 and "has another name" in error
     assert kept.read_bytes() == b"1" * (2 << 20)
+
+
+def test_links_that_lead_to_one_another_are_no_model(tmp_path: Path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(Refused, match="leads over more than 100 links"):
+        places_of(tmp_path)
+
+
+def test_a_link_on_the_way_is_held_where_it_lies_however_it_is_reached(tmp_path: Path):
+    for name in ("model/part", "else/real"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "else/real/weights").touch()
+    (tmp_path / "else/folder").symlink_to("./real")
+    (tmp_path / "model/part/x").symlink_to("../../else//folder/../folder/weights")
+    expected = ["model", "model/part/x", "else/folder", "else/real/weights"]
+    assert places_of(tmp_path / "model") == [str(tmp_path / name) for name in expected]

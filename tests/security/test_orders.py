@@ -109,6 +109,15 @@ ATTACKS = {
         lambda p: (write_manifest(p.model, Manifest(kind="model", federation="heron", round=2)), p.sign()),
         "names no run",
     ),
+    "another federation's model, of one coordinator": (
+        lambda p: (
+            write_manifest(p.model, Manifest(kind="model", federation="egret", round=2)),
+            with_run(p.model, "a" * 32),
+            p.sign(),
+        ),
+        "a model of 'egret', expected a model of ours",
+    ),
+    "void since a time that no calendar has": (lambda p: p.sign(seconds=-1e18), "expired at no time that can be read"),
     "another federation's coordinator": (
         lambda p: (p.allow("other", principal="egret"), p.sign("other")),
         "not signed by 'heron'",

@@ -44,8 +44,16 @@ def test_divergence_is_broken():
     assert decide(settings(divergence=1.0), [3.0, 2.0, 2.9]).proceed
     diverged = decide(settings(divergence=1.0), [3.0, 2.0, 3.1])
     assert diverged.broken and not diverged.proceed
+    assert decide(settings(divergence=0.0), [2.0, 9.0]).proceed, "off"
     lost = decide(settings(), [3.0, math.nan])
     assert lost.broken and not lost.proceed
+
+
+@pytest.mark.parametrize("first", [math.nan, math.inf, -math.inf])
+def test_a_figure_that_is_none_is_never_the_best(first: float):
+    """Of a federation that went on after it."""
+    assert decide(settings(patience=2, divergence=1.0), [first, 3.0, 2.5]).proceed
+    assert not decide(settings(patience=2), [first, 2.0, 3.0, 2.5]).proceed
 
 
 def test_rounds_that_told_nothing_do_not_decide():
