@@ -147,6 +147,28 @@ def image_keys(kind: type, share: int) -> dict[str, Any]:
     return keys
 
 
+ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+BYTES = {"vocab_size": 260, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1}
+BYTE_LAYERS = BYTES | {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+QWEN4 = {
+    "layer_types": ["linear_attention", "indexed_attention"],
+    "linear_num_value_heads": 4,
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "eos_token_id": 1,
+    "ple_layer_ids": [1],
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 64,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 2,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
+TWICE = ["mamba", "hybrid", "mamba", "hybrid", "mamba"]
+"""Layers of which two share their attention, as all of a real Zamba's do."""
 SPECIAL: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
@@ -165,10 +187,19 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "moe"], "mamba_num_heads": 8, "n_groups": 2},
     "qwen3_5": {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
     "qwen3_5_moe": {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
-    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
+    "reformer": {
+        "axial_pos_embds_dim": [16, 16],
+        "axial_pos_shape": [4, 4],  # their product is the length of a sequence
+        "attn_layers": ["local", "lsh"],
+        "feed_forward_size": 64,
+        "num_buckets": 2,
+        "hash_seed": 0,
+        "lsh_attn_chunk_length": 8,
+        "local_attn_chunk_length": 8,
+    },
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]},
-    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]},
+    "zamba": {"num_hidden_layers": 5, "layers_block_type": TWICE},
+    "zamba2": {"num_hidden_layers": 5, "layers_block_type": TWICE},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 0,
@@ -176,5 +207,32 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
     "phimoe": {"router_jitter_noise": 0.0},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"full_attention": ROTARY, "sliding_attention": ROTARY},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "qwen4_exp": {"text_config": QWEN4},
+    "qwen4_exp_text": QWEN4,
+    "gemma4_unified_text": {"global_head_dim": 16},
+    "gemma4_text": {"global_head_dim": 16},  # other dimensions than of layers that see a window, as in real ones
+    "neomme": {"head_dim": 16},
+    "t5": {"decoder_start_token_id": 0},
+    "perceiver": {
+        **{"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 2, "max_position_embeddings": 16},
+        **{"num_self_attention_heads": 4, "num_cross_attention_heads": 4},
+    },
+    "blt": {
+        "vocab_size": 260,
+        "encoder_hash_byte_group_vocab": 64,
+        "encoder_hash_byte_group_size": [3, 4],
+        "patcher_config": BYTE_LAYERS,
+        "encoder_config": BYTE_LAYERS | {"hidden_size_global": 64},
+        "decoder_config": BYTE_LAYERS | {"hidden_size_global": 64},
+        "global_config": BYTE_LAYERS | {"hidden_size": 64},
+    },
 }
 """What a family needs beside the rules."""

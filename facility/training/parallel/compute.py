@@ -58,7 +58,10 @@ def logits_of(output: Any, model: nn.Module) -> torch.Tensor:
 
 @contextmanager
 def refusing_unreached_shards(model: nn.Module) -> Iterator[None]:
-    """Raise `InputError` where a model uses weights of a block without calling the block, which gathers its shards."""
+    """Raise `InputError` where a model uses weights of a block without calling the block, which gathers its shards.
+
+    As SqueezeBERT does in its forward pass, and Reformer in the backward pass that it wrote itself.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -69,6 +72,20 @@ def refusing_unreached_shards(model: nn.Module) -> Iterator[None]:
             f"{name} cannot be sharded: it uses weights of a block without calling the block, so that they are not "
             "gathered; train it with layout.sharding NO_SHARD"
         ) from None
+
+
+def refuse_without_gradient(loss: torch.Tensor, model: nn.Module) -> None:
+    """Raise `InputError` where nothing that is trained changes the loss.
+
+    As in Reformer with adapters: autograd leaves its own backward pass out where its input, frozen embeddings, needs
+    no gradient.
+    """
+    if not loss.requires_grad:
+        raise InputError(
+            f"no gradient of {type(model).__name__.removeprefix('FSDP')}'s loss reaches what is trained: found its "
+            "adapters, or the parameters that training.freeze leaves, without influence on it; train the whole model "
+            "(lora.rank 0, freeze nothing)"
+        )
 
 
 class Whole:
@@ -115,8 +132,9 @@ class Whole:
                 with self.clock("forward"), keeping_statistics(self.modules[0]) if empty else nullcontext():
                     loss, _, output = self._forward(batch, self.replicated or self.modules[0])
                     balance = router_loss(self.modules[0], output)
-                with self.clock("backward"):
+                with self.clock("backward"), refusing_unreached_shards(self.modules[0]):
                     whole = loss if balance is None else loss + balance * batch.predictions
+                    refuse_without_gradient(whole, self.modules[0])
                     (whole * weight).backward()
             total += loss.detach()
         return total

@@ -1,9 +1,10 @@
-"""FSDP2 over the shards of a model: every block a unit, embedding and head in the root's."""
+"""FSDP2 over the shards of a model: every block a unit; embedding, head and blocks that share weights in the root's."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +36,18 @@ def shard_model(
         )
     # Of outputs that are views, as of a head with a bias: nothing here or in a model writes into its output afterwards.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
-    for block in blocks:
+    for block in without_shared(list(blocks)):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, **policy)
     fully_shard(root, mesh=mesh, reshard_after_forward=False, **at_root)
+
+
+def without_shared(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks that share no parameter with another; those that do, as in Zamba, stay in the root's unit.
+
+    FSDP2 lets one unit alone manage a parameter.
+    """
+    holders = Counter(parameter for block in blocks for parameter in set(block.parameters()))
+    return [block for block in blocks if all(holders[parameter] == 1 for parameter in block.parameters())]
 
 
 def drop_gathered(modules: Iterable[nn.Module]) -> None:
