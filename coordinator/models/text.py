@@ -114,7 +114,7 @@ def fill(model: Any, tokenizer: Any) -> None:
     """
     config = model.config.get_text_config()
     token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    if config.pad_token_id is None and token is not None:
+    if getattr(config, "pad_token_id", None) is None and token is not None:
         config.pad_token_id = int(token)
 
 

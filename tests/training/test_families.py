@@ -16,7 +16,7 @@ from tests.training.family_trial import families, verdict
 FEW = {
     "causal": ["gemma2", "qwen3_moe", "mamba", "bloom", "phimoe", "bart", "gemma4_text"],
     "masked": ["bert", "deberta-v2", "mobilebert", "mpnet"],
-    "classes": ["qwen3", "bart", "distilbert", "deepseek_v3"],
+    "classes": ["qwen3", "bart", "distilbert", "deepseek_v3", "perceiver"],
     "images": ["deit", "swin"],
 }
 """Unlike ones: of experts, without attention, encoder-decoders, and those that were once trained wrongly."""

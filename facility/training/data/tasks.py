@@ -185,7 +185,7 @@ class Classification(TaskDefaults):
 
 def check_padding(dataset: PreparedDataset, config: Any, factory: Any) -> None:
     """Refuse a model whose padding token differs from the dataset's, or that needs one and names none."""
-    theirs, ours = dataset.manifest.pad_token_id, config.get_text_config().pad_token_id
+    theirs, ours = dataset.manifest.pad_token_id, getattr(config.get_text_config(), "pad_token_id", None)
     if theirs == ours:
         return
     if ours is not None:
