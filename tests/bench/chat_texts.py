@@ -86,10 +86,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the corpus' folder `data`, one folder a language")
     parser.add_argument("--out", type=Path, required=True, help="directory to make")
     a = parser.parse_args()
+    read = {facility: conversations(a.data / language) for facility, language in LANGUAGES.items()}
+    if none := [str(a.data / LANGUAGES[facility]) for facility, found in read.items() if not found]:
+        parser.error(f"argument --data: found no conversations in {', '.join(none)}, expected the corpus' YAML files")
     a.out.mkdir(parents=True)
     texts: list[str] = []
-    for facility, language in LANGUAGES.items():
-        found = conversations(a.data / language)
+    for facility, found in read.items():
         held_out = max(LEAST, len(found) // VALIDATION)
         for name, part in (("validation", found[:held_out]), ("train", found[held_out:])):
             lines = (json.dumps(record(turns, facility), ensure_ascii=False) + "\n" for turns in part)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -55,10 +56,12 @@ class Trace:
 
 def read(archive: Archive) -> Trace:
     entries = Journal(archive.path).read()
-    if sum(entry.kind == "run_started" for entry in entries) != 1:
-        raise SystemExit(f"{archive.path} is of several runs, expected one that was not stopped")
+    if (runs := sum(entry.kind == "run_started" for entry in entries)) != 1:
+        raise SystemExit(f"{archive.path} is of {runs or 'no'} runs, expected the archive of one that was not stopped")
     trace = Trace(rounds=archive.history())
-    began = next(entry.time for entry in entries if entry.kind == "sent")
+    began = next((entry.time for entry in entries if entry.kind == "sent"), math.nan)
+    if math.isnan(began):
+        raise SystemExit(f"{archive.path} tells of no model on its way to a facility, expected one over a testbed")
     open_jobs: dict[str, list[float]] = {}
     ended: dict[str, float] = {}
     closing = 0.0

@@ -75,6 +75,7 @@ def test_what_a_benchmark_cannot_measure_is_refused_in_one_line(tmp_path: Path):
         "sync_speed --steps 0": "argument --steps: found '0', expected a whole number of 1 or more",
         "rehearsals --tiny --parts 9": "argument --parts: found '9', expected of 0, 1, 2, 3, by commas",
         "predictions --cases small,none": "argument --cases: found 'none', expected of small",
+        "chat_texts --data /none --out /none/out": "argument --data: found no conversations in /none/english",
     }
     found = outcomes([f"{BENCH}/{line.replace(' ', '.py ', 1)}" for line in lines], tmp_path)
     for (code, _, last), (line, message) in zip(found.values(), lines.items(), strict=True):
