@@ -157,6 +157,10 @@ class Started:
             time.sleep(0.02)
         raise AssertionError(f"{self.module} has not said {words!r} in {seconds:g} s:\n{self.err.read_text()}")
 
+    def printed(self) -> str:
+        """What it has printed so far, on both streams."""
+        return "".join(place.read_text() for place in (self.out, self.err) if place.exists())
+
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
 
@@ -187,6 +191,7 @@ def _module(
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[1:1] = [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one not in ("", *sys.path)]
     tempfile.tempdir = None  # the server may have looked TMPDIR up, as it was there
     if directory is not None:
         os.chdir(directory)

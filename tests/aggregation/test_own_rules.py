@@ -27,6 +27,7 @@ from facility.exchange.errors import ConfigurationError, InputError
 from tests.aggregation import make
 from tests.aggregation.make import aggregate
 from tests.conftest import ROOT
+from tests.distributed import Started, help_of
 
 PAGE = ROOT / "docs" / "how-to" / "write-a-rule.md"
 RULE = '''
@@ -110,6 +111,11 @@ def command(tmp_path: Path) -> list[str]:
     return words + [word for update in updates for word in ("--update", str(update))]
 
 
+def forked(command: list[str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """What becomes of the command in a fork, which has this process's environment and Python's path from there."""
+    return Started(command[2], command[3:], tmp_path / "said", dict(os.environ), directory=tmp_path).ended()
+
+
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The modules of docs/how-to/write-a-rule.md on Python's path, each in the file that its first line names."""
@@ -148,9 +154,7 @@ def test_a_rule_from_outside_aggregates(
 ):
     (tmp_path / "settings.yml").write_text(settings)
     words = ["--rule", rule, "--settings", str(tmp_path / "settings.yml"), "--out", str(tmp_path / "out")]
-    done = subprocess.run(
-        [*command, *words, "--state-out", str(tmp_path / "state")], capture_output=True, text=True, cwd=tmp_path
-    )
+    done = forked([*command, *words, "--state-out", str(tmp_path / "state")], tmp_path)
     assert done.returncode == 0, done.stderr
     assert make.read_all(tmp_path / "out")["w"].tolist() == [expected] * 4
     assert (tmp_path / "state" / "turns").exists() == ("signs" in rule)
@@ -185,7 +189,7 @@ def test_what_cannot_be_used_is_one_clear_error(
 ):
     (tmp_path / "settings.yml").write_text(settings)
     arguments = ["--rule", rule, "--settings", str(tmp_path / "settings.yml"), "--out", str(tmp_path / "out")]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    done = forked([*command, *arguments], tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     with pytest.raises(ConfigurationError, match=words):
         raise ConfigurationError(done.stderr)
@@ -197,7 +201,7 @@ def test_an_optimizer_that_works_in_place_is_one_clear_error(outside: Path, comm
     text = OPTIMIZER.replace("master + size * (step > 0)", "np.add(master, step, out=master)")
     (outside / "my_package" / "signs.py").write_text("import numpy as np\n" + text)
     arguments = ["--rule", "mean+my_package.signs", "--out", str(tmp_path / "out")]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    done = forked([*command, *arguments], tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert "the server optimizer my_package.signs changes its arguments in place" in done.stderr
     assert not (tmp_path / "out").exists()
@@ -250,11 +254,8 @@ def test_arguments_may_be_returned_as_they_are():
     assert after is master and slots[0] is slot
 
 
-def test_help_and_documentation_follow_from_the_registry(outside: Path):
-    done = subprocess.run(
-        [sys.executable, "-m", "coordinator.aggregate", "--help"], capture_output=True, text=True, check=True
-    )
-    shown = " ".join(done.stdout.split())
+def test_help_and_documentation_follow_from_the_registry(outside: Path, tmp_path: Path):
+    shown = " ".join(help_of("coordinator.aggregate", tmp_path / "said").split())
     assert all(name in shown for name in (*RULES.names(), *SERVER_OPTIMIZERS.names(), "midrange"))
     for registry in (RULES, SERVER_OPTIMIZERS):
         for entry in registry.describe():

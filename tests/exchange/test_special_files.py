@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from facility.exchange.messages.template_inheritance import find_template, read_
 from facility.gating.policy import read_policy
 from facility.measuring.allocation import check_out, sizes_of
 from facility.preparing.shared_signatures import read_salt
+from tests.distributed import Started
 from tests.federations import write_dataset
 from tests.publishing.made import made_federation
 
@@ -133,9 +133,7 @@ def test_a_command_says_in_one_line_that_a_path_leads_back_to_itself(tmp_path: P
             tmp_path / "o",
         ],
     }.items():
-        done = subprocess.run(
-            [sys.executable, "-m", module, *map(str, arguments)], capture_output=True, text=True, check=False
-        )
+        done = Started(module, [*map(str, arguments)], tmp_path / module, dict(os.environ)).ended()
         assert done.returncode == 2, done.stderr
         assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
 
@@ -167,8 +165,8 @@ def test_a_dataset_whose_name_no_file_can_have_is_missing(tmp_path: Path):
 def test_a_reason_that_names_a_file_by_bytes_that_are_not_utf_8_is_written(tmp_path: Path):
     """Else the job would leave nothing, and end with a code that the engine does not know."""
     missing = tmp_path / os.fsdecode(b"\xff.json")
-    words = ["--model", "m", "--dataset", "d", "--settings", missing, "--round", "0", "--out", tmp_path / "out"]
-    done = subprocess.run([sys.executable, "-m", "facility.round", *words], cwd=tmp_path, capture_output=True)
+    words = ["--model", "m", "--dataset", "d", "--settings", str(missing), "--round", "0", "--out", "out"]
+    done = Started("facility.round", words, tmp_path / "said", dict(os.environ), directory=tmp_path).ended()
     assert done.returncode == 7, done.stderr
     failure = read_failure(tmp_path / "out")
     assert failure is not None and "\\udcff.json: cannot be read: No such file" in failure.reason
@@ -231,7 +229,7 @@ def test_a_name_that_no_file_can_have_is_one_error(module: str, tmp_path: Path):
         "facility.keys": ["--settings", "s", "--dataset", "d", "--round", "0", "--out", name],
         "facility.base_model": [name],
     }[module]
-    done = subprocess.run([sys.executable, "-m", module, *words], cwd=tmp_path, capture_output=True, text=True)
+    done = Started(module, words, tmp_path / "said", dict(os.environ), directory=tmp_path).ended()
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
 
 

@@ -33,8 +33,10 @@ from facility.exchange.messages.trainer import TrainerSettings
 from facility.selfcheck import main as self_check
 from facility.selfcheck import make_material, trial_settings
 from tests.conftest import ROOT
+from tests.distributed import Started
 from tests.engine.harms import flipped
 from tests.federations import write_federation
+from tests.forked_trainers import variables
 
 EXAMPLES = ROOT / "examples"
 STAND_IN = "tests.stand_in_trainer"
@@ -161,15 +163,9 @@ def test_a_round_runs_the_module_that_the_settings_name(tmp_path: Path):
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"trainer": {"module": STAND_IN}}))
     words = ["--model", "../model", "--dataset", str(tmp_path / "data"), "--settings", "../settings.json"]
-    command = [sys.executable, "-m", "facility.round", *words, "--round", "0", "--out", "update"]
-    result = subprocess.run(
-        [*command, "--state", str(tmp_path / "state")],
-        cwd=tmp_path / "job",
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words += ["--round", "0", "--out", "update", "--state", str(tmp_path / "state")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = Started("facility.round", words, tmp_path / "said", environment, directory=tmp_path / "job").ended()
     assert result.returncode == 0, result.stderr
     assert verify_manifest(tmp_path / "job/update").kind == "update"
     assert not (tmp_path / "state/round-0").exists()  # the stand-in keeps nothing; facility.train would
@@ -244,7 +240,9 @@ def settings_of(path: Path, facility: str) -> str:
     return next(str(text) for name, text in files.items() if str(name).endswith(f"facilities/{facility}.json"))
 
 
-def test_the_probe_reports_a_trainer_that_is_not_installed():
+def test_the_probe_reports_a_trainer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+    for name, value in variables().items():
+        monkeypatch.setenv(name, value)
     deployment = Facility(name="here", dataset="d").deployment
     answers = {}
     for module in (STAND_IN, "tests.no_such_trainer", "no_such_package.train"):

@@ -36,7 +36,7 @@ from facility.rounds.job import Job
 from facility.rounds.smaller import residual_path
 from facility.rounds.sweep import NOTE, forget_earlier, note_job, remove_old_rounds, sweep_jobs
 from tests.aggregation.make import read_all
-from tests.distributed import Started
+from tests.distributed import Started, help_of
 from tests.pico import save_pico
 from tests.training.federation import write_dataset, write_settings
 
@@ -80,10 +80,11 @@ class Site:
         self, model: Path, *more: str, real: bool = False, **options
     ) -> tuple[subprocess.CompletedProcess[str], Path]:
         command, job = self.command(model, *(() if real else STAND_IN), *more, **options)
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | self.environment
-        started = Started("facility.round", command[3:], job.parent / f"{job.name}.said", environment, directory=job)
-        result = started.ended()
-        return result, job / "update"
+        return self.start(command, job).ended(), job / "update"
+
+    def start(self, command: list[str], job: Path, **environment: str) -> Started:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | self.environment | environment
+        return Started("facility.round", command[3:], job.parent / f"{job.name}.said", environment, directory=job)
 
 
 @pytest.fixture
@@ -264,24 +265,16 @@ def children_with(word: str, parent: int) -> list[int]:
     return found
 
 
-def start(site: Site, *more: str, mode: str = "wait") -> tuple[subprocess.Popen[str], Path, list[int]]:
+def start(site: Site, *more: str, mode: str = "wait") -> tuple[Started, Path, list[int]]:
     """A long round, running, and the processes of its ranks."""
     site.environment["STAND_IN"] = mode
     command, job = site.command(site.send(), *STAND_IN, *more)
-    log = open(job / "log", "w")
-    process = subprocess.Popen(
-        command,
-        cwd=job,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | site.environment,
-        stdout=log,
-        stderr=log,
-        text=True,
-    )
+    process = site.start(command, job)
     deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and process.poll() is None and (job / "log").read_text().count("step") < 2:
+    while time.monotonic() < deadline and process.process.is_alive() and process.printed().count("step") < 2:
         time.sleep(0.1)
-    ranks = children_with("stand_in", process.pid)
-    assert len(ranks) == 2, (job / "log").read_text()
+    ranks = children_with("stand_in", process.process.pid)
+    assert len(ranks) == 2, process.printed()
     return process, job / "update", ranks
 
 
@@ -292,16 +285,16 @@ def gone(pids: list[int]) -> bool:
 
 def test_time_running_out_is_told_as_such(site: Site):
     process, update, ranks = start(site, mode="come-back")
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(timeout=200) == 7
+    process.signal(signal.SIGUSR1)
+    assert process.ended().returncode == 7
     failure = read_failure(update)
     assert failure is not None and failure.again and gone(ranks)
 
 
 def test_being_asked_to_end_is_told_where_there_is_time(site: Site):
     process, update, ranks = start(site)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=200) == 7
+    process.signal(signal.SIGTERM)
+    assert process.ended().returncode == 7
     failure = read_failure(update)
     assert failure is not None and "SIGTERM" in failure.reason and gone(ranks)
 
@@ -314,7 +307,6 @@ def test_a_second_job_of_the_same_round_waits_for_the_first_and_takes_its_update
     time.sleep(1.5)
     assert second.poll() is None and not children_with("stand_in", second.pid)
     process.kill()
-    process.wait()
     assert second.wait(timeout=200) == 0 and gone(ranks)
     verify_manifest(job / "update")
 
@@ -322,7 +314,7 @@ def test_a_second_job_of_the_same_round_waits_for_the_first_and_takes_its_update
 def test_a_killed_rank_takes_the_others_down_and_is_told(site: Site):
     process, update, ranks = start(site)
     os.kill(ranks[1], signal.SIGKILL)
-    assert process.wait(timeout=200) == 7
+    assert process.ended().returncode == 7
     failure = read_failure(update)
     assert failure is not None and "SIGKILL" in failure.reason and "rank" in failure.reason and failure.log_tail
     assert gone(ranks)
@@ -333,9 +325,8 @@ def test_what_an_error_printed_leaves_only_where_a_jobs_output_may(site: Site, k
     """The text of an error can be a document, which `job_output: false` of a gate keeps here."""
     write_settings(site.root / "settings.json", ranks=1)
     command, job = site.command(site.send(), *STAND_IN)
-    environment = os.environ | site.environment | {"STAND_IN": "raise"}
-    environment |= {"CROSSFED_JOB_OUTPUT": "0"} if kept else {}
-    done = subprocess.run(command, cwd=job, env=environment, capture_output=True, text=True, timeout=60)
+    environment = {"STAND_IN": "raise"} | ({"CROSSFED_JOB_OUTPUT": "0"} if kept else {})
+    done = site.start(command, job, **environment).ended()
     failure = read_failure(job / "update")
     assert done.returncode == 7 and failure is not None and "told to fail" in done.stderr + done.stdout
     assert failure.reason.startswith("the training process ended with exit code 1: RuntimeError")
@@ -385,7 +376,7 @@ def test_the_first_of_two_nodes_speaks_for_both(site: Site, mode: str, gated: bo
 
 def test_a_time_limit_ends_a_round(site: Site):
     process, update, ranks = start(site, "--time-limit", "12", "--grace", "2")
-    assert process.wait(timeout=200) == 7
+    assert process.ended().returncode == 7
     assert (failure := read_failure(update)) is not None and ("limit" in failure.reason or failure.again)
     assert gone(ranks)
 
@@ -394,7 +385,6 @@ def test_a_time_limit_ends_a_round(site: Site):
 def test_killing_the_round_itself_leaves_no_rank_and_no_update(site: Site):
     process, update, ranks = start(site)
     process.kill()
-    process.wait()
     deadline = time.monotonic() + 200
     while not gone(ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -406,10 +396,7 @@ def test_a_requeued_job_clears_what_its_first_start_left(site: Site):
     command, job = site.command(model, *STAND_IN)
     (job / "update").mkdir()
     (job / "update" / "failure.json").write_text("{}")
-    result = subprocess.run(
-        command, cwd=job, env=os.environ | {"OMP_NUM_THREADS": "1"} | site.environment, capture_output=True
-    )
-    assert result.returncode == 0
+    assert site.start(command, job).ended().returncode == 0
     verify_manifest(job / "update")
 
 
@@ -539,8 +526,8 @@ def test_once_a_round_is_kept_one_optimizer_state_and_one_residual_stay(tmp_path
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == left
 
 
-def test_help_says_units_and_defaults():
-    text = subprocess.run([sys.executable, "-m", "facility.round", "--help"], capture_output=True, text=True).stdout
+def test_help_says_units_and_defaults(tmp_path: Path):
+    text = help_of("facility.round", tmp_path / "said")
     assert "SECONDS" in text and "default 600" in text
     assert json.dumps(text)
 

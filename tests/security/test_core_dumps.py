@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
+
+from tests.distributed import Started
 
 HOLDERS = {
     "keys drawn": "from facility.masking.private_keys import PrivateKeys; PrivateKeys(state=Path('.')).draw(0)",
@@ -46,8 +47,9 @@ print(most, resource.getrlimit(resource.RLIMIT_CORE)[0], subprocess.check_output
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_a_process_that_holds_a_key_or_a_password_leaves_no_core(holder: str, tmp_path: Path):
     (tmp_path / "secret").write_text("s3cret")
-    program = f"{BEGIN}\n{HOLDERS[holder]}\n{END}"
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    (tmp_path / "holder.py").write_text(f"{BEGIN}\n{HOLDERS[holder]}\n{END}")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"}
+    done = Started("holder", [], tmp_path / "said", environment, directory=tmp_path).ended()
     assert done.returncode == 0, done.stderr
     most, own, started = done.stdout.split()
     if most == "0":
