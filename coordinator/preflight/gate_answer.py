@@ -78,7 +78,7 @@ def read_gate_answer(text: str) -> GateSummary:
 
 
 def _names(fields: Fields, name: str) -> tuple[str, ...]:
-    """Those that are clean text; others are no name of ours."""
+    """Those that are clean text; others are not names of ours."""
     found = fields.raw.get(name)
     listed = found[:MOST_NAMES] if isinstance(found, list) else []
     return tuple(

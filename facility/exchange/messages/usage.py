@@ -25,7 +25,7 @@ class Usage:
 
     node_seconds: float
     nodes: int = 0
-    """Of the job; 0: not told, as by earlier versions."""
+    """Of the job; 0: not reported, as by earlier versions."""
     gpu_seconds: float = 0.0
     """0: no GPUs."""
     energy_joules: float | None = None
