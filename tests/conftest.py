@@ -143,6 +143,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if logger.level:  # to set it forgets what every logger of the process has found out
             logger.setLevel(logging.NOTSET)
         logger.handlers.clear()
+        logger.propagate = True  # a trainer in a test's own process hands nothing on
     os.environ.pop(logs.VARIABLE, None)
     limit = os.environ.get("CROSSFED_BEGIN_BY")
     if limit and time.time() > float(limit):
