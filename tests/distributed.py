@@ -28,6 +28,7 @@ from queue import Empty
 from typing import Any
 from unittest import mock
 
+from facility.exchange.registry import Registry
 from tests.ports import free_port
 
 IMPORTED = ["tests.imported"]
@@ -186,12 +187,22 @@ def help_of(module: str, outputs: Path, *words: str) -> str:
     return done.stdout
 
 
+def forget_installed() -> None:
+    """Have registries look for entries of other packages anew: the path is another one."""
+    for module in list(sys.modules.values()):
+        for value in list(getattr(module, "__dict__", {}).values()):
+            if issubclass(type(value), Registry):
+                vars(value).pop("installed", None)
+
+
 def _module(
     module: str, arguments: list[str], out: Path, err: Path, environment: dict[str, str], directory: Path | None
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[1:1] = [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one not in ("", *sys.path)]
+    if more := [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one not in ("", *sys.path)]:
+        sys.path[1:1] = more
+        forget_installed()
     tempfile.tempdir = None  # the server may have looked TMPDIR up, as it was there
     if directory is not None:
         os.chdir(directory)
