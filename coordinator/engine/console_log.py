@@ -1,6 +1,6 @@
 """What the engine logs during `crossfed run`, on the operator's console: the time and a sentence, nothing else.
 
-A console that takes no more ends no run: who read it may be gone (`crossfed run | tee log`, a terminal that was
+A console that takes no more ends no run: its reader may be gone (`crossfed run | tee log`, a terminal that was
 closed), or the disk full that it is written to.
 """
 

@@ -318,7 +318,7 @@ def at_all(queues: list[Queue], act: Callable[[Queue], list[Job]]) -> Answers:
 def asked_meanwhile(
     queues: list[Queue], act: Callable[[Queue], list[Job]], doing: str, on_tick: Callable[[], object]
 ) -> Answers:
-    """`at_all`; `on_tick` is called about twice a second, and who has not answered is logged by name now and then,
+    """`at_all`; `on_tick` is called about twice a second, and each that has not answered is logged now and then,
     after what is `doing`: a login node that is away may take minutes."""
     missing = [queue.facility for queue in queues]
 

@@ -28,7 +28,7 @@ def present_share(
 
     An absent facility weighs what its last update did; one without any, the mean of the others. No facility's part of
     the whole is more than `maximum_share`, where that holds for updates. Nor does an absent one of two take more than
-    that by what it claimed: who claims much and stays away would stop the other.
+    that by what it claimed: one that claims much and stays away would stop the other.
     """
     absent = [name for name in facilities if name not in now and _expected(name, history)]
     if not absent or not now:

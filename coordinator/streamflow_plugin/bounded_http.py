@@ -29,7 +29,7 @@ CALL_SECONDS = 25 * 3600.0
 ANSWER_BYTES = 2 << 20
 """Of one answer that is JSON."""
 FILE_BYTES = 16 << 20
-"""Of one answer that is a small file; staged files are bounded by who reads them."""
+"""Of one answer that is a small file; staged files are bounded by what reads them."""
 SLOWEST = 20_000
 """Bytes a second: a staged file that comes or goes slower is given up."""
 BLOCK = 1 << 16

@@ -193,7 +193,7 @@ class Closing:
             gate.at_work.pop(facility, None)
             gate.wait_for(facility, False)
             enough = len(gate.begun) == self.facilities and len(gate.delivered) >= self.fewest
-            if enough and gate.waits_for_unreached:  # who might make the quorum has no job
+            if enough and gate.waits_for_unreached:  # those that might make the quorum have no job
                 self._after(gate.closed_to_unreached.set, self.settings.away)
 
     async def _ending(self, number: int, job: Any, errand: Errand, gate: Gate) -> Any | None:

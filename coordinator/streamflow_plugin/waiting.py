@@ -50,7 +50,7 @@ class Waiting:
 
     @contextmanager
     def end(self) -> Iterator[None]:
-        """Let go who waits, while the connections are closed; what uses them again afterwards waits again."""
+        """Let go what waits, while the connections are closed; what uses them again afterwards waits again."""
         self._end.set()
         try:
             yield

@@ -163,7 +163,7 @@ class PartialReduce(Replica):
         self._settle()  # where the exchange failed
         if averaged and kept == "reset" and together:
             set_to_zero(optimizer_moments(self.context.optimizer))
-        others = len(decision.members) < self.place.replicas  # who might take it along
+        others = len(decision.members) < self.place.replicas  # that might take it along
         if self._shelf is not None and averaged and others and self.me == decision.keeper:
             self._shelf.put(decision.uid, self.flat, local_gradients(self.context.parameters))
 

@@ -5,8 +5,8 @@ step of a round and e what it has not sent,
 
     e <- 0.95 e + D;   sent = Q(the largest of each 4,096 of e);   e <- e - sent
 
-Training begins from the received model, as in the paper, plus e times `training.unsent_share`: who sees nothing of what
-it has not sent walks the same way in each round. D is what is walked from there. Q keeps the sign and one of two
+Training begins from the received model, as in the paper, plus e times `training.unsent_share`: one that sees nothing of
+what it has not sent walks the same way in each round. D is what is walked from there. Q keeps the sign and one of two
 magnitudes: the means of the larger and of the smaller half of what is kept.
 
 The paper and Covenant-72B (arXiv 2603.08163) keep 64 of 4,096 with twelve bits for each place, 1.4 % of bfloat16.
