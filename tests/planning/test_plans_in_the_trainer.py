@@ -17,6 +17,7 @@ from facility.exchange.messages.plan import Plan, plan_from_json
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.schedules.registry import SCHEDULES
 from facility.training.parallel.arrange import Layout, layout_of_plan, remapped_rank
+from facility.training.parallel.pipeline import class_for
 from facility.training.processes.ranks import Ranks
 from tests.planning.cases import problem
 
@@ -41,8 +42,8 @@ def laid_out(plan: Plan, *, devices: int, blocks: int, batch: int) -> list[Layou
 
 
 def torch_schedule(plan: Plan, row: int, micro_batches: int) -> Any:
-    """torch's own schedule for a row of the plan. Raises `ValueError` where torch refuses it."""
-    kind = getattr(torch_schedules, SCHEDULES.get(plan.schedule).torch_class)
+    """torch's schedule for a row of the plan, as the trainer takes it. Raises `ValueError` where torch refuses it."""
+    kind = class_for(SCHEDULES.get(plan.schedule), micro_batches, plan.stages * plan.virtual_stages)
     stages = [
         SimpleNamespace(
             num_stages=plan.stages * plan.virtual_stages,
@@ -74,6 +75,7 @@ def torch_schedule(plan: Plan, row: int, micro_batches: int) -> Any:
     schedules=st.lists(st.sampled_from(sorted(SCHEDULES.built_in)), min_size=1, max_size=3, unique=True),
     policies=st.sampled_from([[], ["partial_reduce", "adpsgd"]]),
 )
+@example(seed=0, devices=4, blocks=4, batch=6, sizes=[1], schedules=["1f1b"], policies=[])
 @example(
     seed=1,
     devices=3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from facility.exchange.messages.report import read_report
 from tests.distributed import run_distributed
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset
-from tests.training.layouts import arguments, run_rounds
+from tests.training.layouts import arguments, rounds_in, run_rounds
 
 
 def plan(**fields) -> Plan:
@@ -54,3 +55,16 @@ def test_replicas_of_a_whole_model_may_make_unlike_numbers_of_micro_batches(tmp_
         assert read_report(tmp_path / name / "out").training_loss == pytest.approx(
             read_report(tmp_path / "one" / "out").training_loss, abs=1e-5
         )
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_fewer_micro_batches_than_stages_is_one_process(tmp_path: Path):
+    """torch's own 1F1B refuses it, and planners give a slow replica a single micro-batch."""
+    model, dataset = save_pico(tmp_path / "model"), write_dataset(tmp_path / "data")
+    one = arguments(tmp_path / "one", model, dataset, batch_sequences=4)
+    two = arguments(tmp_path / "two", model, dataset, batch_sequences=4)
+    pipeline = Plan(stages=2, replicas=1, grid=((0,), (1,)), stage_units=((0, 2), (2, 6)), schedule="1f1b")
+    write_plan(tmp_path / "plan.json", replace(pipeline, micro_batches=(1,), micro_batch_samples=4))
+    rounds_in([("one", one)])
+    rounds_in([("two", [*two, "--plan", str(tmp_path / "plan.json")])], ranks=2)
+    assert largest_difference(tmp_path / "one" / "out", tmp_path / "two" / "out") < 5e-6

@@ -44,6 +44,17 @@ def torch_class(schedule: PipelineSchedule) -> Any:
     return found
 
 
+def class_for(schedule: PipelineSchedule, micro_batches: int, chunks: int) -> Any:
+    """The class that runs so many micro-batches through so many chunks of a model.
+
+    torch's 1F1B refuses fewer micro-batches than chunks. No rank has a steady state then: GPipe holds as much and
+    computes the same. Raises `ConfigurationError` as `torch_class` does.
+    """
+    kind = torch_class(schedule)
+    few = kind is torch_schedules.Schedule1F1B and micro_batches < chunks
+    return torch_schedules.ScheduleGPipe if few else kind
+
+
 class Pipeline:
     """Stages of a model on the ranks of one pipeline; this rank holds `stages`, in order."""
 
@@ -80,9 +91,9 @@ class Pipeline:
         for stage in built:  # what is not inside these is waiting for other stages: the bubble
             for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
                 setattr(stage, name, self.clock.timed("busy", getattr(stage, name)))
-        kind = torch_class(SCHEDULES.get(layout.schedule))
-        several = issubclass(kind, torch_schedules.PipelineScheduleMulti)
         micro_batches = layout.shape.micro_batches[layout.grid.data_rank(sharder.ranks.rank)]
+        kind = class_for(SCHEDULES.get(layout.schedule), micro_batches, chunks)
+        several = issubclass(kind, torch_schedules.PipelineScheduleMulti)
         try:
             self.schedule = kind(
                 built if several else built[0], micro_batches, loss_fn=self._weighted, scale_grads=False
