@@ -340,7 +340,7 @@ def _blame(part: _Part, piece: slice, dtype: str) -> None:
         if not narrow(values, dtype, np.empty(len(row), STORAGE[dtype]), bits):
             raise NotFinite(part.name, dtype, number)
     largest, most = np.abs(steps).max(axis=1), float("inf")
-    if len(steps) > 1:  # one step alone is reported: the server's learning rate may be too large
+    if len(steps) > 1:  # of one alone the error says that the server's learning rate may be too large
         most = FAR * float(np.finfo(np.float16 if dtype == "F16" else np.float32).max)
     if part.slots:  # a finite step whose square, which an optimizer keeps, may not be finite
         most = min(most, float(np.sqrt(np.finfo(steps.dtype).max)))

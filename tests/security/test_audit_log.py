@@ -186,7 +186,7 @@ def test_a_log_whose_first_line_is_broken_has_no_exit_code_of_a_sound_one(log: P
 def test_a_head_that_nothing_can_be_said_of_yet_is_not_taken_for_the_same_log(log: Path):
     early = copied(log, "early", 3)
     for other, reason in (
-        (head_of(log), f"too few to compare; take {head_of(early)} and the longer log"),
+        (head_of(log), f"too few for a verdict; compare {head_of(early)} with the longer log"),
         (head_digest(log), "no line of"),
     ):
         text, code = compare_logs(early, [other])

@@ -101,7 +101,7 @@ def _of_head(file: Path, mine: list[bytes], other: str) -> tuple[str, bool]:
     number = int(found[1])
     if number > lines:
         own = f"{lines}:{digest_of(mine[-1])}"
-        return f"{other}: {file} has {lines} lines, too few to compare; take {own} and the longer log", False
+        return f"{other}: {file} has {lines} lines, too few for a verdict; compare {own} with the longer log", False
     if (here := digest_of(mine[number - 1])) == digest:
         return f"{other}: is line {number} of the {lines} of {file}", True
     return f"{other}: line {number} of {file} has the digest {here}: TWO LOGS, which part at this line or before", False
