@@ -19,7 +19,6 @@ from facility.exchange.checkpoints.delta import encode_update
 from facility.exchange.checkpoints.writer import Planned, TensorWriter
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, write_manifest
-from tests.cases import slow_but
 
 LAUNCH = """
 import os, sys
@@ -167,7 +166,8 @@ def linked_update(base: Path, sent: Manifest, directory: Path) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
-@pytest.mark.parametrize("count", [pytest.param(3, marks=pytest.mark.slow), 16])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 16])
 def test_masked_updates_fit_a_bound_too(tmp_path: Path, count: int):
     save(tmp_path / "base", 6)
     masked = save(tmp_path / "masked", 6, dtype="U16")
@@ -183,11 +183,9 @@ def test_masked_updates_fit_a_bound_too(tmp_path: Path, count: int):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
 @pytest.mark.skipif(native.library() is None, reason="no C compiler here")
-@pytest.mark.parametrize(
-    "encoding",
-    slow_but(["sparseloco"], ["delta-int8", "delta-int4", "sparse", "sparseloco"]),
-)
-@pytest.mark.parametrize("count", [pytest.param(4, marks=pytest.mark.slow), 16])
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse", "sparseloco"])
+@pytest.mark.parametrize("count", [4, 16])
 def test_messages_as_they_are_stored_fit_the_same_bound(tmp_path: Path, count: int, encoding: str):
     base, full = save(tmp_path / "base", 6), save(tmp_path / "full", 6, value=0x3F81)
     write_manifest(base, Manifest(kind="model", federation="test", round=0))

@@ -116,7 +116,7 @@ def same(root: Path, base: Path, messages: list[Path], **more: Any) -> tuple[Rou
     [
         pytest.param("delta-int8", torch.bfloat16, 2, marks=pytest.mark.slow),
         ("delta-int8", torch.float32, 1),
-        ("delta-int4", torch.float32, 1),
+        pytest.param("delta-int4", torch.float32, 1, marks=pytest.mark.slow),
         pytest.param("delta-int4", torch.float16, 2, marks=pytest.mark.slow),
         ("sparse", torch.float16, 2),
         pytest.param("sparse", torch.float32, 1, marks=pytest.mark.slow),
@@ -138,7 +138,7 @@ def test_the_model_is_that_of_decoded_updates_to_the_last_bit(
 
 @pytest.mark.parametrize(
     ("encoding", "rule"),
-    [("delta-int8", "krum"), ("sparseloco", "median"), ("sparse", "krum")]
+    [("delta-int8", "krum"), ("sparseloco", "median"), pytest.param("sparse", "krum", marks=pytest.mark.slow)]
     + [pytest.param("delta-int8", rule, marks=pytest.mark.slow) for rule in ("median", "ties+fedadam", "mean")]
     + [pytest.param("sparse", rule, marks=pytest.mark.slow) for rule in ("median", "ties+fedadam", "mean")],
 )

@@ -53,7 +53,7 @@ def capped(weights: np.ndarray) -> np.ndarray:
     ("rule", "optimizer", "dtype"),
     [
         ("mean", "nesterov", torch.bfloat16),
-        ("median", "fedyogi", torch.float16),
+        pytest.param("median", "fedyogi", torch.float16, marks=pytest.mark.slow),
         ("mean", "fedadam", torch.float32),
     ],
 )

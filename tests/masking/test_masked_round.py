@@ -193,8 +193,8 @@ def test_the_same_request_is_asked_again_and_answered_again_after_too_few_answer
     "changes",
     [
         {},
-        {"bits": 32},
-        {"privacy": {"minimum_sum": 3}},
+        pytest.param({"bits": 32}, marks=pytest.mark.slow),
+        pytest.param({"privacy": {"minimum_sum": 3}}, marks=pytest.mark.slow),
         pytest.param({"privacy": {"threshold": 3}}, marks=pytest.mark.slow),
         {"privacy": {"clip_norm": 1.0}},
         pytest.param({"names": ("alpha", "beta", "delta")}, marks=pytest.mark.slow),

@@ -239,7 +239,7 @@ def test_a_plan_states_what_check_states(tmp_path: Path, federations: Callable[[
 
 @pytest.mark.parametrize("kind", list(TRAININGS))
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("drift", [False, True])
+@pytest.mark.parametrize("drift", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shards", [0, 2, 8] if THOROUGH else [0, 8])
 def test_the_search_never_takes_a_plan_for_smaller_than_it_is(
     federations: Callable[[str], Path], kind: str, replicas: int, drift: bool, shards: int

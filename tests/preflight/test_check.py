@@ -190,11 +190,11 @@ def test_a_partition_that_takes_jobs_and_starts_none_is_told(site: Site, state: 
     ("limit", "qos", "verdict"),
     [
         ("infinite", "", "ok"),
-        ("n/a", "", "ok"),
+        pytest.param("n/a", "", "ok", marks=pytest.mark.slow),
         ("2:00:00", "", "ok"),
-        ("1-00:00:00", "", "ok"),
+        pytest.param("1-00:00:00", "", "ok", marks=pytest.mark.slow),
         ("1:59:59", "", "fail"),
-        ("30:00", "", "fail"),
+        pytest.param("30:00", "", "fail", marks=pytest.mark.slow),
         ("30:00", "long", "warning"),
     ],
 )

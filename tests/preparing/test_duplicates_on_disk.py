@@ -39,7 +39,7 @@ def on_disk(similarity: float, texts: list[str], elsewhere: list[str], scratch: 
 
 
 @pytest.mark.parametrize("similarity", [0.3, 0.5, 0.8, 0.95, 1.0])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_choice_is_that_of_memory(similarity: float, seed: int):
     texts = corpus(seed)
     expected = in_memory(similarity, texts, [])

@@ -40,7 +40,7 @@ def of_lustre(*_: object) -> None:
     raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
-@pytest.mark.parametrize("first_to_end", ["first", "second"])
+@pytest.mark.parametrize("first_to_end", ["first", pytest.param("second", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "flock, kind",
     [

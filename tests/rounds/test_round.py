@@ -534,7 +534,13 @@ def test_help_says_units_and_defaults(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("asked", "most", "taken"),
-    [({"north": 7}, 7, 7), ({"north": 7}, 6, 1), ({"north": 7}, 0, 1), ({"south": 7}, 9, 1), ({"north": "rm"}, 9, 1)],
+    [
+        ({"north": 7}, 7, 7),
+        ({"north": 7}, 6, 1),
+        pytest.param({"north": 7}, 0, 1, marks=pytest.mark.slow),
+        pytest.param({"south": 7}, 9, 1, marks=pytest.mark.slow),
+        ({"north": "rm"}, 9, 1),
+    ],
 )
 def test_the_trainer_is_told_the_steps_that_the_model_asks_of_this_facility_and_its_settings_allow(
     site: Site, asked: dict, most: int, taken: int

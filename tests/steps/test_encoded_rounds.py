@@ -113,9 +113,9 @@ def decay(number: int) -> float:
     ("upwards", "downwards", "dtype", "links"),
     [
         ("full", "delta-int4", torch.float16, True),
-        ("delta-int8", "sparse", torch.bfloat16, False),
+        pytest.param("delta-int8", "sparse", torch.bfloat16, False, marks=pytest.mark.slow),
         ("delta-int4", "changed", torch.bfloat16, True),
-        ("sparse", "full", torch.float32, True),
+        pytest.param("sparse", "full", torch.float32, True, marks=pytest.mark.slow),
         ("sparseloco", "delta-int8", torch.bfloat16, True),
     ],
 )

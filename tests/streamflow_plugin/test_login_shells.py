@@ -64,7 +64,7 @@ NOISY = 'ForceCommand echo "3 NODES down"; echo 93%% of quota >&2; exec sh -c "$
 
 
 @pytest.mark.skipif(not Path(SSHD).exists(), reason="no sshd here")
-@pytest.mark.parametrize("swift", [True, False])
+@pytest.mark.parametrize("swift", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("site", [NOISY.replace("%%", "%")], indirect=True, ids=["noisy"])
 def test_start_up_files_that_print_are_no_part_of_an_answer(site, tmp_path: Path, monkeypatch, swift: bool):
     """~/.bashrc is read for every ssh command; what it prints is neither a file's content nor a job in a queue."""

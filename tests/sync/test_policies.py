@@ -11,6 +11,7 @@ from facility.exchange.scheduling.policies import POLICIES
 from facility.sync.connect import connect_replicas
 from facility.sync.protocol import ReplicaRank
 from facility.sync.runtime.replica import Context
+from tests.cases import slow_but
 from tests.sync.fleet import run_fleet, settings_of
 from tests.sync.quadratic import SHAPES, make_parameters, solve, target
 
@@ -25,7 +26,7 @@ def by_hand(weights: list[float], steps: int = STEPS) -> torch.Tensor:
     return centre + 0.9**steps * (start - centre)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES.built_in))
+@pytest.mark.parametrize("policy", slow_but(sorted(POLICIES.built_in)[::2], sorted(POLICIES.built_in)))
 def test_every_policy_ends_with_one_model(policy: str):
     # Where not all average together, much depends on who is ahead: a pause keeps a busy core from running one replica
     # to its end first.
