@@ -20,7 +20,7 @@ from facility.exchange.messages.settings import TrainingSettings
 LOSSLESS = "changed"
 RATE = 2.5
 """Server learning rate: over two facilities 3.3 % lower perplexity than 1 after 300 rounds, and 2 is 0.7 % above it
-(tests/bench/README.md)."""
+(tests/bench/log/learning.md)."""
 REASON = (
     "updates are sparse: their mean with server_learning_rate {rate:g}, since a momentum would move every value of the "
     "model (sending.encoding is {encoding!r})"

@@ -9,7 +9,7 @@ from coordinator.preflight.row import Row, ok, warning
 CHECK = "sparse updates"
 MEASURED = ((100, 22), (300, 8), (1000, 1))
 """Rounds of ten steps, and by how many percent the perplexity was above that of whole updates (two facilities, 0.16
-million parameters, tests/bench/README.md)."""
+million parameters, tests/bench/log/learning.md)."""
 HARMLESS = 1
 """Percent."""
 

@@ -34,7 +34,7 @@ log = logging.getLogger("coordinator.steps.send")
 FORGOTTEN = 0.5
 """Share of a `sparse` message's residual that the float32 master drops. Facilities that never received it repeat the
 same steps; keeping all of it would count them twice, keeping nothing would lose what no facility repeats
-(tests/bench/README.md)."""
+(tests/bench/log/learning.md)."""
 
 KEPT = 2
 """Models that a facility keeps (`facility.rounds.models`): the newest two that it received."""

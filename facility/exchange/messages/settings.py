@@ -107,10 +107,10 @@ class TrainingSettings:
     unsent_share: ShareOrNone = 0.0
     """Share of what `sparseloco` has not sent that training begins with beside the received model; 0: none, as
     published. With two facilities and up to 2.6 million parameters 0.25 gave 2 to 7 % lower perplexity after a hundred
-    rounds; with 11 million, and with four facilities, it gave a higher one (tests/bench/README.md)."""
+    rounds; with 11 million, and with four facilities, it gave a higher one (tests/bench/log/learning.md)."""
     keep_optimizer: bool = True
     """Keep AdamW's moments at the facility between rounds: 12 to 19 % lower perplexity than beginning them anew at ten
-    steps a round, 4 to 9 % at thirty (tests/bench/README.md)."""
+    steps a round, 4 to 9 % at thirty (tests/bench/log/learning.md)."""
     optimizer_state: Literal["auto", "personal", "shared"] = "auto"
     """`shared`: AdamW's second moments are averaged over the facilities between rounds, as row and column means (0.1 %
     of the bytes of a large model); every facility then scales coordinates alike, and unlike facilities' steps add up.
