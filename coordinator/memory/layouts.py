@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from facility.exchange.grid import even_units, micro_batches_of, sharded_grid
+from facility.exchange.grid import micro_batches_of, sharded_grid, units_of_settings
 from facility.exchange.memory.chunks import wanted_rows
 from facility.exchange.memory.rank import RankLayout
 from facility.exchange.memory.replicas import exchanged_vectors, exchanges_state
@@ -23,8 +23,7 @@ def layouts_of_settings(
     """
     layout = training.layout
     grid, _ = sharded_grid(ranks, local_ranks, layout)
-    chunks = layout.stages * layout.virtual_stages
-    spans = [(first, end) for first, end in layout.units] or (even_units(chunks, units) if chunks > 1 else [])
+    spans = units_of_settings(layout, units)
     sequences, count = micro_batches_of(
         training, grid.data_ranks, layout.stages, interleaved=is_interleaved(layout.schedule)
     )

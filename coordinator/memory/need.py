@@ -8,6 +8,7 @@ from coordinator.memory.figures import ModelFigures
 from coordinator.memory.layouts import layouts_of_plan, layouts_of_settings
 from coordinator.memory.weights import dimensions_of, weights_of
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.grid import check_batch
 from facility.exchange.memory.rank import RankLayout, rank_memory
 from facility.exchange.memory.records import gradient_bytes, rows_of
 from facility.exchange.memory.units import memory_of_units
@@ -76,8 +77,9 @@ def with_records(
     """Figures and settings by which differential privacy needs memory, and bytes of the gradients of single records.
 
     A pass has rows by their gradients' size, whatever the batch, and all its logits at once; a frozen base is held in
-    float32, however it is stored.
+    float32, however it is stored. Raises `ConfigurationError` where a rank would get no record.
     """
+    check_batch(training, ranks)
     trained = model.trained(training)
     rows = rows_of(training.micro_batch_sequences, trained)
     batch = max(rows * ranks, training.batch_sequences if training.micro_batch_sequences else 0)

@@ -78,6 +78,23 @@ def even_units(chunks: int, units: int) -> list[tuple[int, int]]:
     return list(zip(bounds, bounds[1:], strict=False))
 
 
+def units_of_settings(layout: LayoutSettings, units: int) -> list[tuple[int, int]]:
+    """[first, end) of every chunk of a model of `units` units; empty: the model is whole.
+
+    The coordinator asks before a federation starts, the trainer before it loads a model. Raises `ConfigurationError`.
+    """
+    chunks = layout.stages * layout.virtual_stages
+    if layout.stages == 1 and chunks > 1:
+        raise ConfigurationError("layout.virtual_stages needs layout.stages of 2 or more")
+    if layout.stages == 1 and layout.units:
+        raise ConfigurationError(
+            "layout.units names stages, but layout.stages is 1; set layout.stages, or remove units"
+        )
+    if layout.stages == 1:
+        return []
+    return checked_units(layout.units, chunks, units) if layout.units else even_units(chunks, units)
+
+
 def checked_units(stage_units: list[list[int]], chunks: int, units: int) -> list[tuple[int, int]]:
     """Refuse a list of chunks that leaves a unit out or names it twice."""
     if len(stage_units) != chunks:
@@ -111,11 +128,22 @@ def rank_grid(world: int, *, replicas: int = 1, stages: int = 1) -> Grid:
     return Grid(ranks=np.arange(world).reshape(replicas, stages, shards))
 
 
+def check_batch(settings: TrainingSettings, data_ranks: int) -> None:
+    """Raise `ConfigurationError` for a batch of which some of so many data-parallel ranks would get nothing."""
+    if settings.batch_sequences < data_ranks:
+        raise ConfigurationError(
+            f"training.batch_sequences is {settings.batch_sequences}, but {data_ranks} ranks read data: "
+            "each needs at least one sequence a step; raise the batch or use fewer ranks"
+        )
+
+
 def micro_batches_of(settings: TrainingSettings, data_ranks: int, stages: int, *, interleaved: bool) -> tuple[int, int]:
     """(sequences of a micro-batch, micro-batches of a data-parallel rank's share of a step).
 
-    By default a pipeline gets two micro-batches a stage; an interleaved one a multiple of its stages.
+    By default a pipeline gets two micro-batches a stage; an interleaved one a multiple of its stages. Raises
+    `ConfigurationError` where a rank would get no sequence.
     """
+    check_batch(settings, data_ranks)
     largest = -(-settings.batch_sequences // data_ranks)
     micro = settings.micro_batch_sequences or (largest if stages == 1 else max(1, largest // (2 * stages)))
     count = -(-largest // micro)

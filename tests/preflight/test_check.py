@@ -15,8 +15,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -42,6 +44,8 @@ from facility.exchange.messages.layout import LayoutSettings, LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.validation import parse_dataclass
 from facility.training.lora import inject_adapters
+from facility.training.parallel.arrange import layout_of_settings
+from facility.training.processes.ranks import Ranks
 from tests.forked_trainers import SOCKET, variables
 from tests.pico import save_pico
 from tests.preparing.corpora import save_bert_tokenizer
@@ -815,15 +819,44 @@ def test_memory_of_a_base_in_half_precision_by_hand():
         assert state_of(other, training) == 8192 * 6 + 1280 * 4 + ADAPTERS * 18
 
 
-def test_a_layout_that_the_ranks_cannot_have_is_told():
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"layout": {"stages": 3}}, "2 ranks cannot be arranged as 1 replicas x 3 stages"),
+        ({"batch_sequences": 1}, "batch_sequences is 1, but 2 ranks read data"),
+        ({"layout": {"virtual_stages": 2, "schedule": "interleaved_1f1b"}}, "needs layout.stages of 2 or more"),
+        ({"layout": {"units": [[0, 2], [2, 6]]}}, "layout.units names stages, but layout.stages is 1"),
+        ({"layout": {"stages": 2, "units": [[0, 2], [2, 5]]}}, "layout.units ends at 5, the model has 6 units"),
+        ({"layout": {"stages": 2, "units": [[0, 3], [4, 6]]}}, "unit 3 is in no chunk"),
+        ({"layout": {"stages": 2, "units": [[0, 6]]}}, "layout.units has 1 chunks, expected 2"),
+        ({"layout": {"stages": 2, "units": [[0, 2], [2, 6]]}}, ""),
+    ],
+)
+def test_a_layout_that_the_trainer_would_refuse_is_told_in_its_words(given: dict[str, Any], told: str):
+    training = parse_dataclass(TrainingSettings, given | {"ranks": 2})
     row = check_memory(
-        Facility(name="a", dataset="data", training=TrainingSettings(layout=LayoutSettings(stages=2), ranks=3)),
+        Facility(name="a", dataset="data", training=training),
         Deployment(type="local"),
-        ONE_BLOCK,
+        dataclasses.replace(ONE_BLOCK, layers=4),
         10,
         "",
     )
-    assert row.verdict == "fail" and "3 ranks cannot be arranged as 1 replicas x 2 stages" in row.found
+    rank = Ranks(rank=0, world=2, local_rank=0, local_world=2, device=torch.device("cpu"))
+    try:
+        layout_of_settings(rank, training, blocks=4, block_tokens=10)
+        said = ""
+    except ConfigurationError as error:
+        said = str(error)
+    assert told in said and bool(said) == bool(told)
+    assert (row.verdict, row.found) == ("fail", said) if told else row.verdict == "ok"
+
+
+def test_records_that_ranks_would_not_have_are_told():
+    """With differential privacy the batch is a number that is expected, and every rank's share of it one or more."""
+    training = TrainingSettings(ranks=2, batch_sequences=1, layout=LayoutSettings(sharding="NO_SHARD"))
+    facility = Facility(name="a", dataset="data", training=training)
+    row = check_memory(facility, Deployment(type="local"), ONE_BLOCK, 10, "", private=True)
+    assert row.verdict == "fail" and "batch_sequences is 1, but 2 ranks read data" in row.found
 
 
 @pytest.mark.parametrize(

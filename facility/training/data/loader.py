@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from facility.dataset import PreparedDataset
-from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.errors import InputError
 from facility.exchange.grid import micro_batches_of
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.seeds import derive_seed
@@ -38,11 +38,6 @@ class Shape:
 def even_shape(settings: TrainingSettings, data_ranks: int, *, stages: int, interleaved: bool) -> Shape:
     """An equal share for every data-parallel rank, in micro-batches as `micro_batches_of` says."""
     batch = settings.batch_sequences
-    if batch < data_ranks:
-        raise ConfigurationError(
-            f"training.batch_sequences is {batch}, but {data_ranks} ranks read data: "
-            "each needs at least one sequence a step; raise the batch or use fewer ranks"
-        )
     micro, count = micro_batches_of(settings, data_ranks, stages, interleaved=interleaved)
     return Shape(
         bounds=tuple(batch * r // data_ranks for r in range(data_ranks + 1)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.grid import Grid, checked_units, even_units, rank_grid, sharded_grid
+from facility.exchange.grid import Grid, rank_grid, sharded_grid, units_of_settings
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.sync import SyncSettings
@@ -152,18 +152,9 @@ def layout_of_settings(ranks: Ranks, settings: TrainingSettings, *, blocks: int,
     """The layout that the settings ask for. Raises `ConfigurationError` where it does not fit ranks, model or batch."""
     layout = settings.layout
     arrangement, meaning = sharded_grid(ranks.world, ranks.local_world, layout)
-    chunks = layout.stages * layout.virtual_stages
-    units: list[tuple[int, int]] = []
-    if chunks > 1:
-        if layout.stages == 1:
-            raise ConfigurationError("layout.virtual_stages needs layout.stages of 2 or more")
-        total = blocks + 2
-        units = checked_units(layout.units, chunks, total) if layout.units else even_units(chunks, total)
+    units = units_of_settings(layout, blocks + 2)
+    if units:
         meaning += f"; units {units} under {layout.schedule}"
-    elif layout.units:
-        raise ConfigurationError(
-            "layout.units names stages, but layout.stages is 1; set layout.stages, or remove units"
-        )
     shape = even_shape(
         settings, arrangement.data_ranks, stages=layout.stages, interleaved=is_interleaved(layout.schedule)
     )
