@@ -6,6 +6,7 @@ weights' digests are those of the received manifest: a link holds the same bytes
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -13,10 +14,14 @@ import sys
 from pathlib import Path
 
 
-def main(words: list[str]) -> int:
-    given = {name: word for name, word in zip(words, words[1:], strict=False) if name.startswith("--")}
-    model, out, number = Path(given["--model"]), Path(given["--out"]), int(given["--round"])
-    settings = json.loads(Path(given["--settings"]).read_text())
+def main() -> int:
+    p = argparse.ArgumentParser(prog="python -m tests.bench.lean_trainer", description=(__doc__ or "").splitlines()[0])
+    for name in ("model", "settings", "out"):
+        p.add_argument(f"--{name}", type=Path, required=True, help="as of facility.train")
+    p.add_argument("--round", type=int, required=True, help="as of facility.train; its other options are left out")
+    given, _ = p.parse_known_args()
+    model, out, number = given.model, given.out, given.round
+    settings = json.loads(given.settings.read_text())
     told = json.loads((model / "manifest.json").read_text())
     made = out.with_name(f".{out.name}.{os.getpid()}")
     made.mkdir(parents=True)
@@ -61,4 +66,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -10,9 +10,10 @@ factor.
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-FACTOR = [float(f) for f in os.environ["SLOW_FACTORS"].split(",")][int(os.environ.get("RANK", "0"))]
-UNITS: list[list[float]] = json.loads(os.environ["SLOW_UNITS"])
+NEEDED = ("SLOW_FACTORS", "SLOW_UNITS")
+
+
+@functools.cache
+def factor() -> float:
+    """How many times slower this rank is."""
+    return [float(one) for one in os.environ["SLOW_FACTORS"].split(",")][int(os.environ.get("RANK", "0"))]
+
+
+@functools.cache
+def units() -> list[list[float]]:
+    """[forward, backward] seconds of every unit."""
+    return json.loads(os.environ["SLOW_UNITS"])
 
 
 class Slow(torch.autograd.Function):
@@ -40,7 +52,7 @@ class Slow(torch.autograd.Function):
 
 def seconds(first: int, end: int, sequences: int) -> tuple[float, float]:
     """Forward and backward of units [first, end) here."""
-    return tuple(FACTOR * sequences * sum(unit[side] for unit in UNITS[first:end]) for side in (0, 1))  # type: ignore[return-value]
+    return tuple(factor() * sequences * sum(unit[side] for unit in units()[first:end]) for side in (0, 1))  # type: ignore[return-value]
 
 
 def slowed() -> None:
@@ -58,7 +70,7 @@ def slowed() -> None:
         return Slow.apply(output, back) if torch.is_grad_enabled() else output
 
     def forward_whole(self: Whole, batch: Any, model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        ahead, back = seconds(0, len(UNITS), len(batch.targets))
+        ahead, back = seconds(0, len(units()), len(batch.targets))
         if torch.is_grad_enabled():
             time.sleep(ahead)
         loss, targets, output = whole(self, batch, model)
@@ -68,11 +80,11 @@ def slowed() -> None:
     Whole._forward = forward_whole  # type: ignore[method-assign]
 
 
-def runs() -> int:
+def runs(file: Path) -> int:
     """Every run, each with a process group of its own; the first failure ends them."""
     from facility.train import main
 
-    for run in json.loads(Path(sys.argv[1]).read_text()):
+    for run in json.loads(file.read_text()):
         os.environ["MASTER_PORT"] = str(run["port"])
         code = int(main(run["arguments"]))
         if dist.is_initialized():
@@ -83,8 +95,19 @@ def runs() -> int:
     return 0
 
 
+def asked() -> Path:
+    """The file of the runs, from the command line; exits where it or a variable is missing."""
+    p = argparse.ArgumentParser(prog="python -m tests.bench.slow_rank", description=(__doc__ or "").splitlines()[0])
+    p.add_argument("runs", type=Path, metavar="RUNS.json", help="runs of facility.train, one after the other")
+    given = p.parse_args()
+    if missing := [name for name in NEEDED if name not in os.environ]:
+        p.error(f"found no {' and no '.join(missing)} in the environment, expected what the module's docstring says")
+    return given.runs
+
+
 if __name__ == "__main__":
     from facility.training.processes.ranks import run_and_exit
 
+    file = asked()
     slowed()
-    run_and_exit(runs)
+    run_and_exit(functools.partial(runs, file))

@@ -311,7 +311,7 @@ def run_trainer(a: argparse.Namespace) -> None:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    p.add_argument("--ranks", type=int, default=2, help="processes")
+    p.add_argument("--ranks", type=at_least(1), default=2, help="processes of ddp and fsdp2, 2 or more")
     p.add_argument("--repeats", type=at_least(1), default=3, help="turns of each")
     p.add_argument(
         "--steps", type=at_least(3), default=10, help="optimizer steps a turn; the first two are not counted"
@@ -334,6 +334,8 @@ def main() -> None:
     a = p.parse_args()
     if a.trainer:
         return run_trainer(a)
+    if a.ranks < 2 and (several := [kind for kind in a.kinds if kind not in ALONE]):
+        p.error(f"argument --ranks: found {a.ranks}, expected 2 or more for {' and '.join(several)}, or --kinds single")
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from tests.training.federation import write_dataset

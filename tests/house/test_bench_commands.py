@@ -45,12 +45,18 @@ def test_benchmarks_that_are_started_as_files_are_known():
     assert {"federated_quality", "federated_quality_choose", "federated_quality_report"} <= {f.stem for f in scripts()}
 
 
-def outcomes(lines: list[str], folder: Path) -> dict[str, list]:
+def modules() -> list[Path]:
+    """Those that are started by `python -m`, from this repository alone."""
+    return [file for file in sorted(BENCH.glob("*.py")) if '"__main__"' in file.read_text() and file not in scripts()]
+
+
+def outcomes(lines: list[str], folder: Path, **environment: str) -> dict[str, list]:
     """By line, a script and its arguments: exit code, whether it showed its usage, and the last line of what it said.
 
     All in one process, since importing torch is most of a start.
     """
     user = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # tests' has this repository
+    user |= environment
     command = [sys.executable, "-c", STARTED, *lines]
     told = subprocess.run(command, cwd=folder, env=user, capture_output=True, text=True, check=True)
     return json.loads(told.stdout.splitlines()[-1])
@@ -64,11 +70,20 @@ def test_every_benchmark_shows_its_help_from_any_directory(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_what_other_benchmarks_start_shows_its_help_too(tmp_path: Path):
+    """As `slow_rank`, which read its environment when it was imported and ended in a KeyError."""
+    assert {"slow_rank", "lean_trainer"} <= {file.stem for file in modules()}
+    found = outcomes([str(file) for file in modules()], tmp_path, PYTHONPATH=str(ROOT))
+    assert {file: what for file, what in found.items() if what[:2] != [0, True]} == {}
+
+
+@pytest.mark.slow
 def test_what_a_benchmark_cannot_measure_is_refused_in_one_line(tmp_path: Path):
     """As `--kinds` of none: other kinds were measured for minutes before it failed, or the JSON held nothing of it."""
     lines = {
         "train_speed --kinds ddp,none": "argument --kinds: found 'none', expected of fsdp2, ddp, single, documents",
         "train_speed --steps 2": "argument --steps: found '2', expected a whole number of 3 or more",
+        "train_speed --ranks 1": "argument --ranks: found 1, expected 2 or more for ddp and fsdp2, or --kinds single",
         "train_head --steps 2": "argument --steps: found '2', expected a whole number of 3 or more",
         "train_memory --ranks 1,two": "argument --ranks: found 'two', expected of 1, 2, 3",
         "sync_quality --policies none": "argument --policies: invalid choice: 'none' (choose from",
