@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import facility
 from facility.exchange.checkpoints.labels import classes_digest
@@ -29,11 +29,12 @@ from facility.exchange.files.paths import resolve_path
 from facility.exchange.hints import keys_of
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import manifest, report, settings
+from facility.exchange.messages.privacy import Unit
 from facility.installed import requirement_problems
 from facility.quota import read_quotas
 
 if TYPE_CHECKING:
-    from facility.dataset import DatasetManifest
+    from facility.dataset import DatasetManifest, PreparedDataset
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "datasets", "numpy")
 OPTIONAL = ("bitsandbytes", "lm_eval")
@@ -81,7 +82,23 @@ def dataset(path: Path) -> dict[str, Any]:
         "classes": len(manifest.classes),
         **({"classes_sha256": classes_digest(manifest.classes)} if manifest.classes else {}),
         **({"hides_rests": True} if prepared.hides_rests else {}),
+        **({"separate": True} if manifest.documents == "separate" else {}),
+        "refused_units": refused_units(prepared),
     } | images(manifest)
+
+
+def refused_units(prepared: PreparedDataset) -> dict[str, str]:
+    """Why a dataset has no units of a kind that differential privacy could protect, by kind; those that it has are
+    absent."""
+    from facility.training.privacy.units import check_unit
+
+    refused = {}
+    for unit in get_args(Unit):
+        try:
+            check_unit(prepared, unit)
+        except CrossFedError as error:
+            refused[unit] = str(error)
+    return refused
 
 
 def base_model(path: Path) -> dict[str, Any]:

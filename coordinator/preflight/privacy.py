@@ -8,9 +8,8 @@ from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.probe_answer import DatasetAnswer
 from coordinator.preflight.row import Row, fail, ok, warning
 from facility.exchange.errors import InputError
-from facility.exchange.messages.privacy import DifferentialSettings
+from facility.exchange.messages.privacy import DifferentialSettings, sampling_rate
 from facility.exchange.privacy.accounting import least_noise
-from facility.exchange.text import rounded_down
 
 NOISY = 0.1
 """Nats of noise in a validation loss from which on a curve cannot be read."""
@@ -44,6 +43,8 @@ def check_differential_privacy(federation: Federation, facility: Facility, answe
     if answer.image_size is not None:
         found = "images are not trained with differential privacy"
         return [fail(facility.name, CHECK, found, "remove privacy.differential")]
+    if refused := answer.refused_units.get(settings.unit):
+        return [fail(facility.name, CHECK, refused, "do so, or remove privacy.differential")]
     counts = answer.documents if settings.unit == "document" else answer.blocks
     if not counts:
         return [
@@ -65,17 +66,12 @@ def check_differential_privacy(federation: Federation, facility: Facility, answe
         ]
     train, validation = counts["train"], counts["validation"]
     batch, name = facility.training.batch_sequences, facility.name
-    if train < batch or not validation:
+    if answer.blocks["train"] < batch or not validation:
         return []  # the dataset's own rows say so
-    if settings.delta > 1 / train:
-        return [
-            fail(
-                name,
-                CHECK,
-                f"delta {settings.delta:g} is more than one over its {train:,} {settings.unit}s",
-                f"set privacy.differential.delta to at most {rounded_down(1 / train):g}",
-            )
-        ]
+    try:
+        sampling_rate(batch, train, settings)
+    except InputError as error:
+        return [fail(name, CHECK, str(error), "correct that, or prepare a dataset of more text there")]
     try:
         return [_bought(federation, facility, settings, train, validation, answer)]
     except InputError as error:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
 from coordinator.preflight.row import Row, fail
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.dataset_card import SPLITS
+from facility.exchange.messages.privacy import Unit
 from facility.exchange.messages.strict_json import LARGEST_WHOLE, Fields, parse_json
 
 PROBE_SECONDS = 180.0
@@ -19,6 +21,8 @@ PROBE_SECONDS = 180.0
 MOST_BYTES = 1 << 20
 LONGEST = 300
 """Characters of a text for a person."""
+LONGEST_REFUSAL = 800
+"""Characters of a sentence in which the facility's own code says what a job would refuse."""
 WHERE = "the probe's answer"
 
 
@@ -38,6 +42,10 @@ class DatasetAnswer:
     classes: int = 0
     hides_rests: bool = False
     """Whether it does not record where a document goes on in the next block."""
+    separate: bool = False
+    """Whether documents share its blocks without seeing each other."""
+    refused_units: Mapping[str, str] = field(default_factory=dict)
+    """By kind of unit, why differential privacy cannot protect such ones of it."""
     tokenizer_sha256: str | None = None
     chat_template_sha256: str | None = None
     classes_sha256: str | None = None
@@ -167,12 +175,18 @@ def _dataset(fields: Fields) -> DatasetAnswer:
         documents=_counts(fields.inside("documents")) if fields.raw.get("documents") else {},
         classes=fields.whole("classes", 0),
         hides_rests=fields.flag("hides_rests", False),
+        separate=fields.flag("separate", False),
+        refused_units=_refused(fields.inside("refused_units")) if "refused_units" in fields.raw else {},
         tokenizer_sha256=_text_if_any(fields, "tokenizer_sha256", 100),
         chat_template_sha256=_text_if_any(fields, "chat_template_sha256", 100),
         classes_sha256=_text_if_any(fields, "classes_sha256", 100),
         image_size=_text_if_any(fields, "image_size", 100),
         image_processor_sha256=_text_if_any(fields, "image_processor_sha256", 100),
     )
+
+
+def _refused(fields: Fields) -> dict[str, str]:
+    return {unit: fields.words(unit, longest=LONGEST_REFUSAL) for unit in get_args(Unit) if unit in fields.raw}
 
 
 def _counts(fields: Fields) -> dict[str, int]:

@@ -12,12 +12,13 @@ import pytest
 from coordinator.config.federation import read_federation
 from coordinator.preflight.privacy import check_differential_privacy, check_secure_aggregation
 from coordinator.preflight.row import Row
-from facility.dataset import LOSS, START
+from facility.dataset import LOSS, START, open_dataset
 from facility.exchange.errors import InputError
-from facility.exchange.messages.privacy import DifferentialSettings
+from facility.exchange.messages.privacy import DifferentialSettings, sampling_rate
 from facility.exchange.privacy.accounting import Releases, epsilon_of
 from facility.probe import dataset as probe_dataset
-from facility.training.privacy.private import sampling_rate
+from facility.probe import refused_units
+from facility.training.privacy.units import check_unit
 from tests.config.test_privacy import described, read
 from tests.preflight.answers import dataset_answer
 from tests.training.federation import write_dataset
@@ -58,7 +59,10 @@ def test_the_noise_that_is_told_keeps_the_budget(tmp_path: Path):
         (TOLD, {}, "fail", "joins documents"),
         (TOLD, {"unit": "block"}, "ok", "of 4,000 blocks"),
         (APART | {"hides_rests": True}, {}, "fail", "did not mark where a document goes on"),
-        (APART, {"delta": 0.01}, "fail", "more than one over its 2,000 documents"),
+        (APART | {"refused_units": {"document": "it holds preferences"}}, {}, "fail", "it holds preferences"),
+        (TOLD | {"refused_units": {"document": "it joins"}}, {"unit": "block"}, "ok", "of 4,000 blocks"),
+        (APART, {"delta": 0.01}, "fail", "more than one over the 2000 units of the dataset"),
+        (APART | {"documents": {"train": 39, "validation": 20}}, {}, "fail", "the dataset has 39 units (documents)"),
         pytest.param(APART, {"epsilon": 12.0}, "warning", "epsilon 12", marks=pytest.mark.slow),
         (APART | {"documents": {"train": 2000, "validation": 20}}, {}, "warning", "losses get noise of"),
     ],
@@ -75,7 +79,7 @@ def test_the_delta_that_is_advised_is_taken(tmp_path: Path, units: int):
     """Rounded to the nearest digit it was refused again: 0.007 for 150 documents, and 0.0067 by the job."""
     answer = APART | {"documents": {"train": units, "validation": 20}}
     (refused,) = rows(tmp_path, answer, delta=0.01)
-    delta = float(refused.fix.rpartition(" ")[2])
+    delta = float(refused.found.rpartition(" ")[2])
     assert refused.verdict == "fail" and 0.9 / units < delta <= 1 / units
     settings = DifferentialSettings(epsilon=4.0, delta=0.01)
     with pytest.raises(InputError, match=f"expected at most {delta:g}$"):
@@ -105,3 +109,28 @@ def test_the_probe_tells_of_a_dataset_whose_documents_are_not_known(tmp_path: Pa
 def test_the_probe_tells_what_the_check_needs(tmp_path: Path):
     told = probe_dataset(write_dataset(tmp_path / "d"))
     assert (told["blocks"], told["documents"], told["classes"]) == ({"train": 40, "validation": 10}, {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, {"document": "joins documents"}),
+        ({"task": "preference"}, {"document": "holds preferences", "block": "holds preferences"}),
+        ({"documents": "separate"}, {"block": "keeps documents apart", "document": "did not mark whether a block"}),
+        ({"task": "classification"}, {}),
+    ],
+)
+def test_the_probe_tells_what_a_job_would_refuse_of_units(
+    tmp_path: Path, changes: dict[str, Any], refused: dict[str, str]
+):
+    prepared = open_dataset(write_dataset(tmp_path / "d"))
+    assert probe_dataset(prepared.directory)["refused_units"] == refused_units(prepared)
+    prepared = dataclasses.replace(prepared, manifest=dataclasses.replace(prepared.manifest, **changes))
+    told = refused_units(prepared)
+    assert told.keys() == refused.keys()
+    for unit, words in refused.items():
+        assert words in told[unit]
+        with pytest.raises(InputError, match=words):
+            check_unit(prepared, unit)  # type: ignore[arg-type]
+    answer = dataset_answer(TOLD | {"refused_units": told, "separate": True})
+    assert answer.refused_units == told and answer.separate

@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from facility.exchange.errors import ConfigurationError, ManifestError
+from facility.exchange.errors import ConfigurationError, InputError, ManifestError
 from facility.exchange.messages.layout import LayoutSettings
 from facility.exchange.messages.manifest import Manifest
 from facility.exchange.messages.strict_json import Fields
+from facility.exchange.text import rounded_down
 from facility.exchange.validation import AtLeastOne, Positive, validated
 
 Unit = Literal["document", "block"]
@@ -124,3 +125,21 @@ def check_layout(layout: LayoutSettings, *, ranks: int = 1) -> None:
                 f"layout.{key} is {getattr(layout, key)!r}, which differential privacy excludes: {why}",
                 key=f"layout.{key}",
             )
+
+
+def sampling_rate(expected: int, units: int, settings: DifferentialSettings) -> float:
+    """Probability with which each unit is drawn for a step. Raises `InputError`.
+
+    The coordinator asks before a federation starts, the trainer before its first step.
+    """
+    if units < expected:
+        raise InputError(
+            f"training.batch_sequences is {expected}, but the dataset has {units} units ({settings.unit}s) to draw "
+            "them from: prepare more text, or lower the batch"
+        )
+    if settings.delta > 1 / units:
+        raise InputError(
+            f"privacy.differential.delta is {settings.delta:g}, more than one over the {units} units of the dataset: "
+            f"to give one of them away whole would be allowed; expected at most {rounded_down(1 / units):g}"
+        )
+    return expected / units

@@ -21,10 +21,9 @@ from facility.dataset import IMAGES
 from facility.exchange.checkpoints.layouts import refusal_of_router_loss
 from facility.exchange.errors import InputError
 from facility.exchange.memory.records import rows_of
-from facility.exchange.messages.privacy import DifferentialSettings, PrivacyReport, check_layout
+from facility.exchange.messages.privacy import PrivacyReport, check_layout, sampling_rate
 from facility.exchange.privacy.accounting import epsilon_of
 from facility.exchange.seeds import derive_seed
-from facility.exchange.text import rounded_down
 from facility.rounds.privacy_ledger import Entry, Kind, ReleaseLedger
 from facility.training.data.inputs import RoundInputs
 from facility.training.engine import Engine, StepResult
@@ -248,21 +247,6 @@ def add_noise(sums: Gradients, random: SecretRandom, deviation: float) -> None:
     """Add independent normal noise to every value of a sum, in place."""
     for one in sums:
         random.add_normal(one, deviation)
-
-
-def sampling_rate(expected: int, units: int, settings: DifferentialSettings) -> float:
-    """Probability with which each unit is drawn for a step. Raises `InputError`."""
-    if units < expected:
-        raise InputError(
-            f"training.batch_sequences is {expected}, but the dataset has {units} units ({settings.unit}s) to draw "
-            "them from: prepare more text, or lower the batch"
-        )
-    if settings.delta > 1 / units:
-        raise InputError(
-            f"privacy.differential.delta is {settings.delta:g}, more than one over the {units} units of the dataset: "
-            f"to give one of them away whole would be allowed; expected at most {rounded_down(1 / units):g}"
-        )
-    return expected / units
 
 
 def private_training(
