@@ -35,7 +35,7 @@ from coordinator.preflight.elastic import check_clock, check_elastic, check_elas
 from coordinator.preflight.evaluators import check_own_evaluators, check_tasks
 from coordinator.preflight.facility import check_site
 from coordinator.preflight.firecrest import check_firecrest
-from coordinator.preflight.fitting import check_fitting
+from coordinator.preflight.fitting import check_fitting, shared_tokens
 from coordinator.preflight.gate import check_gate
 from coordinator.preflight.last_check import remember_failures
 from coordinator.preflight.privacy import check_differential_privacy, check_secure_aggregation
@@ -126,7 +126,8 @@ def _check(federation: Federation, *, link: bool, submit: bool, progress: Callab
     unstated = [one.name for one in federation.facilities if not one.training.lora.base_sha256]
     same = check_same_base({name: one.base_model for name in unstated if (one := answered[name]) is not None})
     if model is not None:
-        here += check_fitting(federation, {name: answer.task for name, answer in datasets.items()})
+        shared = {name: shared_tokens(one.task, one.separate, one.block_tokens) for name, one in datasets.items()}
+        here += check_fitting(federation, {name: answer.task for name, answer in datasets.items()}, shared)
     here += archived
     here += check_chat_template(federation.path(federation.model), datasets)
     alike = check_alike(datasets) + check_claims(federation.claims, datasets)

@@ -10,8 +10,8 @@ import torch
 
 from facility.exchange.checkpoints.adapters import PREFIX, is_adapter
 from facility.exchange.checkpoints.checkpoint import Checkpoint
-from facility.exchange.checkpoints.layouts import refusal_of_router_loss
-from facility.exchange.errors import ConfigurationError
+from facility.exchange.checkpoints.layouts import refusal_of_router_loss, refusal_of_shards
+from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.memory.chunks import WHOLE_LOGITS
 from facility.exchange.messages.manifest import check_digest
 from facility.exchange.seeds import derive_seed
@@ -110,6 +110,8 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
     training, layout, structure = request.training, setup.layout, setup.structure
     with agree_on_failure(ranks):
         skeleton = build_meta_model(inputs.config, inputs.task, inputs.attention, training)
+        if layout.sharded and (reason := refusal_of_shards(skeleton, adapters=bool(training.lora.rank))):
+            raise InputError(reason)
         if request.settings.differential is None and (halved := hold_in_half(skeleton, inputs.checkpoint, training)):
             log.info("%d frozen layers are held in %s, as they are stored", halved, training.compute_dtype)
         used, more = layout, dict[str, int]()

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from facility.exchange.checkpoints.adapter_targets import STATE_SPACE
 from facility.exchange.checkpoints.adapters import is_added
-from facility.exchange.checkpoints.blocks import find_blocks
+from facility.exchange.checkpoints.layouts import plain_layers, refusal_of_quantized
 from facility.exchange.errors import ConfigurationError, InputError
-from facility.exchange.messages.layout import QUANTIZED_BLOCK, QUANTIZES
+from facility.exchange.messages.layout import QUANTIZES, LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
 from facility.installed import unmet_requirements
 from facility.training.quantized_linear import QuantizedLinear
@@ -49,45 +48,23 @@ def frozen_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
     As transformers quantises them for peft: embeddings, norms and the head are not among them.
     """
-    blocks, _ = find_blocks(model)
     return {
         name: module
-        for name, module in model.named_modules()
-        if name.startswith(blocks + ".")
-        and isinstance(module, nn.Linear)
-        and type(module).forward is nn.Linear.forward
-        and not module.weight.requires_grad
-        and not is_added(f"{name}.weight")
+        for name, module in plain_layers(model, ()).items()
+        if not module.weight.requires_grad and not is_added(f"{name}.weight")
     }
 
 
-def check_quantized(model: nn.Module, settings: TrainingSettings) -> None:
-    """Raise `ConfigurationError` or `InputError` where the base of this model cannot be quantised here."""
-    if settings.lora.quantize_base == "none":
-        return
-    asked = f"training.lora.quantize_base is {settings.lora.quantize_base!r}"
-    if lacks := unmet_requirements([QUANTIZES]):
+def check_quantized(model: nn.Module, lora: LoraSettings) -> None:
+    """Raise `ConfigurationError` or `InputError` where the base of this model cannot be quantised here; `model` has no
+    adapters yet."""
+    if lora.quantize_base != "none" and (lacks := unmet_requirements([QUANTIZES])):
         raise ConfigurationError(
-            f"{asked}, and of this Python's packages {lacks[0]}: install it in the facility's environment "
-            f"(pip install '{QUANTIZES}'), or set quantize_base to none"
+            f"training.lora.quantize_base is {lora.quantize_base!r}, and of this Python's packages {lacks[0]}: install "
+            f"it in the facility's environment (pip install '{QUANTIZES}'), or set quantize_base to none"
         )
-    family = getattr(getattr(model, "config", None), "model_type", "")
-    if family in STATE_SPACE:
-        raise InputError(
-            f"{asked}, but kernels of a {family} model use weights without calling their layers: set it to none"
-        )
-    layers = quantized_layers(model, settings)
-    if not layers:
-        raise InputError(
-            f"{asked}, but no layer in the blocks of this {family} model is a plain linear layer that stays frozen: "
-            "set it to none"
-        )
-    for name, layer in layers.items():
-        if layer.in_features % QUANTIZED_BLOCK:
-            raise InputError(
-                f"{asked}, but {name} has {layer.in_features} inputs, expected a multiple of {QUANTIZED_BLOCK}, which "
-                "share a scale: set it to none"
-            )
+    if reason := refusal_of_quantized(model, lora):
+        raise InputError(reason)
 
 
 def quantize_layers(model: nn.Module, settings: TrainingSettings) -> None:

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from facility.dataset import LOSS, START, DatasetError, Documents, PreparedDataset
-from facility.exchange.errors import InputError
+from facility.exchange.checkpoints.separate_documents import refusal_of_lengths
 from facility.exchange.messages.loss_curve import loss_curve_of
 from facility.exchange.messages.report import read_report
 from facility.exchange.task_words import Task
 from facility.preparing.build import Request, prepare_dataset
 from facility.preparing.sources import Fields
-from facility.training.data.documents import advice, check_lengths, trial
+from facility.training.data.documents import advice, trial
 from facility.training.model import read_config
 from tests.pico import save_pico
 from tests.preparing.chats import chats, save_chat_tokenizer
@@ -182,11 +182,10 @@ def test_a_document_beyond_the_original_length_would_change_the_positions_of_the
         alone = net(**trial(last).inputs).logits[0]
     assert torch.allclose(after[0], alone, atol=1e-4) and not torch.allclose(after[1], alone, atol=1e-2)
     config = read_config(model)
-    check_lengths(config, 64, "chat")
-    with pytest.raises(InputError, match="fewer$"):
-        check_lengths(config, 65, "preference")
-    with pytest.raises(InputError, match="longer than 64 tokens a phi3 .* prepare the dataset with --block-tokens 64"):
-        check_lengths(config, 65, "chat")
+    assert not refusal_of_lengths(config, 64, "chat")
+    assert refusal_of_lengths(config, 65, "preference").endswith("fewer")
+    told = refusal_of_lengths(config, 65, "chat")
+    assert "longer than 64 tokens a phi3" in told and "prepare the dataset with --block-tokens 64" in told
     dataset, padded = prepare_chats(tmp_path / "data"), prepare_chats(tmp_path / "padded", documents="padded")
     refused = rounds_in([("longrope", arguments(tmp_path / "longrope", model, dataset.directory))], expect=2)
     assert (

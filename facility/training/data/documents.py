@@ -7,12 +7,12 @@ loss of a document must not change with the document before it, and must be that
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from facility.exchange.checkpoints.separate_documents import advice, refusal_of_positions
 from facility.exchange.errors import InputError
 from facility.training.data.tasks import IGNORED, Batch, positions_within
 
@@ -22,46 +22,12 @@ LEAK = {"float32": 1e-5, "bfloat16": 2e-3, "float16": 1e-3}
 """Share of a document's loss that rounding may change where only the document before it is another."""
 ALONE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 5e-3}
 """Share of a document's loss that rounding may change where the whole block is another."""
-WAYS = {
-    "chat": "prepare the dataset with --documents padded (one document a block) or joined",
-    "causal-lm": "prepare the dataset with --documents joined",
-}
-"""By task, how a dataset is prepared for a family of models that cannot keep documents apart."""
 
 
-def advice(task: str) -> str:
-    """What to do where the model cannot keep the documents of a dataset of this task apart."""
-    return WAYS.get(task, f"{task} needs documents that are kept apart: train a model of another family")
-
-
-def check_positions(config: Any, factory: Any, task: str) -> None:
-    """Refuse a family whose models take no positions. `task`: of the dataset. Raises `InputError`."""
-    kind = factory._model_mapping[type(config)]
-    if "position_ids" not in inspect.signature(kind.forward).parameters:
-        raise InputError(
-            f"{kind.__name__} takes no positions, so documents that share a block would be read as one text: "
-            f"{advice(task)}"
-        )
-
-
-def check_lengths(config: Any, block_tokens: int, task: str) -> None:
-    """Refuse blocks in which a document may be so long that all others of its pass are read in another way.
-
-    transformers turns a model with `longrope` by its longer factors as soon as one position of a pass is beyond the
-    original length. Blocks of one text always are. Raises `InputError`.
-    """
-    reading = config.get_text_config()
-    stated = getattr(reading, "rope_parameters", None) or {}
-    kinds = [stated] if "rope_type" in stated else [one for one in stated.values() if isinstance(one, dict)]
-    for one in kinds:
-        original = one.get("original_max_position_embeddings") or block_tokens
-        if one.get("rope_type") == "longrope" and block_tokens > original:
-            other = f", or {advice(task).removeprefix('prepare the dataset ')}" if task in WAYS else ""
-            raise InputError(
-                f"documents share blocks of {block_tokens} tokens, and once one is longer than {original} tokens a "
-                f"{reading.model_type} reads all others of its pass with other positions (longrope): prepare the "
-                f"dataset with --block-tokens {original} or fewer{other}"
-            )
+def check_positions(config: Any, factory: Any, task: str, block_tokens: int = 0) -> None:
+    """Refuse what `refusal_of_positions` says of this model. Raises `InputError`."""
+    if reason := refusal_of_positions(factory._model_mapping[type(config)], config, task, block_tokens):
+        raise InputError(reason)
 
 
 @torch.no_grad()

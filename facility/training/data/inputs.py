@@ -21,7 +21,7 @@ from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages import manifest as manifests
 from facility.exchange.messages.settings import FacilitySettings
 from facility.preparing.tokenizer import load_tokenizer
-from facility.training.data.documents import check_lengths, check_positions
+from facility.training.data.documents import check_positions
 from facility.training.data.images import check_processor, image_task, positions_of
 from facility.training.data.preference import Preference
 from facility.training.data.tasks import Task, task_for
@@ -84,9 +84,9 @@ def read_inputs(request: RoundRequest, ranks: Ranks) -> RoundInputs:
     dtype = getattr(torch, request.training.compute_dtype)
     attention = choose_attention(config, task.factory, ranks.device, dtype, separate=task.separate)
     if task.separate:
-        check_positions(config, task.factory, dataset.manifest.task)
-        if request.settings.differential is None:  # else each is a row of its own, all as long as a block
-            check_lengths(config, dataset.manifest.block_tokens, dataset.manifest.task)
+        # With differential privacy each is a row of its own, all as long as a block.
+        shared = dataset.manifest.block_tokens if request.settings.differential is None else 0
+        check_positions(config, task.factory, dataset.manifest.task, shared)
     return RoundInputs(
         received=received,
         base=base,

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.checkpoints.checkpoint import Checkpoint
-from facility.exchange.checkpoints.layouts import refusal_of_batch_norms
+from facility.exchange.checkpoints.layouts import refusal_of_adapters, refusal_of_batch_norms
 from facility.exchange.checkpoints.patterns import matches_any
-from facility.exchange.errors import ConfigurationError
+from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.locks import temporary_place
 from facility.exchange.grid import Grid
 from facility.exchange.messages.layout import of_adapters
@@ -82,6 +82,9 @@ def build_meta_model(config: Any, task: Task, attention: Attention, settings: Tr
     if reason := refusal_of_batch_norms(skeleton, adapters=bool(settings.lora.rank), recomputes=recomputes):
         raise ConfigurationError(reason)
     if settings.lora.rank:
+        check_quantized(skeleton, settings.lora)
+        if reason := refusal_of_adapters(skeleton, settings.lora):
+            raise InputError(reason)
         lora.inject_adapters(skeleton, settings.lora, classifies=task.answers)
     frozen = [
         name for name, one in skeleton.named_parameters() if one.requires_grad and matches_any(name, settings.freeze)
@@ -92,7 +95,6 @@ def build_meta_model(config: Any, task: Task, attention: Attention, settings: Tr
         raise ConfigurationError(f"training.freeze {settings.freeze} leaves no parameter to train; freeze fewer")
     if frozen and settings.lora.rank:
         raise ConfigurationError(f"training.freeze {settings.freeze} {of_adapters(frozen)}")
-    check_quantized(skeleton, settings)
     return skeleton
 
 

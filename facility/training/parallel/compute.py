@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from facility.exchange.checkpoints.layouts import no_gradient, unreached_shards
 from facility.exchange.errors import InputError
 from facility.training.batch_norm import keeping_statistics
 from facility.training.data.tasks import Batch, Task
@@ -67,11 +68,7 @@ def refusing_unreached_shards(model: nn.Module) -> Iterator[None]:
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
-        name = type(model).__name__.removeprefix("FSDP")
-        raise InputError(
-            f"{name} cannot be sharded: it uses weights of a block without calling the block, so that they are not "
-            "gathered; train it with layout.sharding NO_SHARD"
-        ) from None
+        raise InputError(unreached_shards(model)) from None
 
 
 def refuse_without_gradient(loss: torch.Tensor, model: nn.Module) -> None:
@@ -81,11 +78,7 @@ def refuse_without_gradient(loss: torch.Tensor, model: nn.Module) -> None:
     no gradient.
     """
     if not loss.requires_grad:
-        raise InputError(
-            f"no gradient of {type(model).__name__.removeprefix('FSDP')}'s loss reaches what is trained: found its "
-            "adapters, or the parameters that training.freeze leaves, without influence on it; train the whole model "
-            "(lora.rank 0, freeze nothing)"
-        )
+        raise InputError(no_gradient(model))
 
 
 class Whole:
