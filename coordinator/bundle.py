@@ -14,6 +14,7 @@ from __future__ import annotations
 import http.client
 import os
 import re
+import resource
 import shutil
 import signal
 import ssl
@@ -36,7 +37,7 @@ from facility.exchange.files.durable import write_json
 from facility.exchange.files.links import copy_tree
 from facility.exchange.files.owners import first_not_ours
 from facility.exchange.files.paths import CHECKOUT, shipped_path
-from facility.exchange.files.storage import why_unwritable
+from facility.exchange.files.storage import free_on, why_unwritable
 from facility.exchange.messages.manifest import sha256_of
 
 INDEX = {"cuda": "", "cpu": "https://download.pytorch.org/whl/cpu", "rocm": "https://download.pytorch.org/whl/rocm7.0"}
@@ -47,13 +48,27 @@ ANSWER_SECONDS = 20.0
 """How long an index may take to answer anything at all."""
 END_SECONDS = 5.0
 """How long an interrupted pip may take to end, twice."""
-QUIETLY = """import runpy, signal, sys
+NO_ROOM = 74
+"""Exit code of a pip that met a full disk, a quota or a limit on file sizes (EX_IOERR of sysexits.h)."""
+QUIETLY = f"""import errno, logging, runpy, signal, sys
+refused = []
+def in_one_line(record):
+    error = record.exc_info[1] if record.exc_info else None
+    while error and getattr(error, "errno", 0) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        error = error.__cause__ or error.__context__
+    if error:
+        refused.append(error)
+        record.msg, record.args, record.exc_info = str(error), (), None
+    return True
+logging.getLogger("pip._internal.cli.base_command").addFilter(in_one_line)
 try:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     runpy.run_module("pip", run_name="__main__", alter_sys=True)
 except KeyboardInterrupt:
-    sys.exit(130)"""
-"""`python -m pip`, which says nothing of an interrupt while it imports."""
+    sys.exit(130)
+except SystemExit as end:
+    sys.exit({NO_ROOM} if refused else end.code)"""
+"""`python -m pip`, which says nothing of an interrupt while it imports, and one line of a disk that takes no more."""
 COMPLETE = "bundle.json"
 """Written last: a folder without it is not a bundle."""
 CODE = "crossfed"
@@ -125,9 +140,18 @@ def make_bundle(
 def no_download(code: int, wheelhouse: Path, wanted: str) -> InputError | TransientError:
     """Why pip, which ended with `code`, has not fetched everything: a full disk, or what else it may be."""
     ended = f"pip download ended with {code}"
-    if full := why_unwritable([wheelhouse, Path(tempfile.gettempdir())]):
+    places = [wheelhouse, Path(tempfile.gettempdir())]
+    if full := why_unwritable(places):
         return InputError(f"{ended}: {full}")
-    return TransientError(f"{ended}: is there a network, and is there {wanted}?")
+    if code != NO_ROOM:
+        return TransientError(f"{ended}: is there a network, and is there {wanted}?")
+    room = [f"{free_on(str(place))} in {place}" for place in places]
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    raised = "" if limit == resource.RLIM_INFINITY else ", or raise the limit on file sizes (`ulimit -f`)"
+    return InputError(
+        f"{ended}: it found no room, see above; free some{raised}, then give the same command again: {room[0]}, and "
+        f"{room[1]}, where pip puts all files first (TMPDIR names another)"
+    )
 
 
 def remove_cut_off(wheelhouse: Path) -> None:

@@ -34,7 +34,13 @@ TEXT
 }
 
 say() { printf 'setup: %s\n' "$*"; }
-room() { df -Pk "$home" 2>/dev/null | { read -r _ && read -r _ _ _ free _ disk && echo "$((free / 1024)) MB free on $disk"; } || echo "its free room is not known"; }
+room() {  # of the home, and of where pip and others put files first; each disk once
+    local found= free disk limit
+    while read -r _ _ _ free _ disk; do found+="${found:+, }$((free / 1024)) MB free on $disk"; done < <(df -Pk "$home" "${TMPDIR:-/tmp}" 2>/dev/null | tail -n +2 | sort -u -k 6)
+    limit=$(ulimit -f)
+    [ "$limit" = unlimited ] || found+="${found:+, }no file may exceed $limit KB (ulimit -f)"
+    echo "${found:-its free room is not known}"
+}
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 again() { printf 'error: %s\n' "$*" >&2; exit 75; }  # nothing is to be changed: the same command may succeed later
 meanwhile() { local words=$1; shift; bash "$here/facility/meanwhile.sh" "setup: $words" "$@"; }
@@ -193,7 +199,7 @@ IMPORTS='import torch, transformers, safetensors, facility.round'
 lists=("$here/pyproject.toml" "$here/constraints.txt" "$here/facility/requirements.lock")
 [ ! -f "$wheelhouse/requirements.txt" ] || lists+=("$wheelhouse/requirements.txt")  # of another bundle in the same place
 install() {  # what pip says passes by, and of a file system that took no more ends the set-up: no index lacks anything
-    local code=0 refused= free=
+    local code=0 refused= todo=
     { refused=$(
         set -o pipefail +e; trap - ERR
         meanwhile "packages: still installing" "$run" -m pip install --quiet --disable-pip-version-check "$@" 2>&1 >&3 | while IFS= read -r line; do
@@ -201,8 +207,13 @@ install() {  # what pip says passes by, and of a file system that took no more e
             case "$line" in *"No space left on device"*|*"Disk quota exceeded"*|*"File too large"*) echo "$line" ;; esac
         done
     ) || code=$?; } 3>&1 4>&2
-    case "$refused" in *quota*|'') free= ;; *) free=" ($(room))" ;; esac  # a quota leaves less than a file system has
-    [ "$code" = 0 ] || [ -z "$refused" ] || again "pip found no room: ${refused##*Errno*] }; free some$free, then run this again"
+    refused=${refused%%$'\n'*}
+    case "$refused" in
+        *"File too large"*) todo="raise the limit on file sizes (\`ulimit -f\` says $(ulimit -f) KB)" ;;
+        *quota*) todo="free some" ;;  # it leaves less than a file system has
+        *) todo="free some ($(room))" ;;
+    esac
+    [ "$code" = 0 ] || [ -z "$refused" ] || again "pip found no room: ${refused##*Errno*] }; $todo, then run this again"
     return "$code"
 }
 stamp=$( { echo "$torch $torch_index $wheelhouse $run"; "$run" --version; cat "${lists[@]}"; } | cksum)

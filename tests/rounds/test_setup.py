@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -525,6 +526,33 @@ def test_a_bundle_on_a_full_disk_says_so_and_keeps_no_half_of_a_wheel(tmp_path: 
     assert seen == [[], ["tiny_thing-1.2-py3-none-any.whl"]]
 
 
+def test_a_pip_that_finds_no_room_says_so_in_a_line_and_is_asked_for_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """What a full TMPDIR took was removed again by pip: its traceback was followed by a question for the network."""
+    index, large = tmp_path / "index", 1 << 20
+    index.mkdir()
+    with zipfile.ZipFile(tiny_wheel(index), "a") as archive:
+        archive.writestr("tiny_data", bytes(large))
+    options = {"python": "3.11", "platform": "manylinux_2_28_x86_64", "torch": "cpu"}
+
+    def limited(words: list[str], _: str) -> int:
+        its = words[: words.index("--dest") + 2]
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (large // 2, before[1]))
+        try:
+            return run_pip([*its, "--no-index", "--find-links", str(index), "tiny-thing"])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    with pytest.raises(
+        InputError, match=rf"found no room, see above; free some.* free now in {tmp_path}/b/wheelhouse,"
+    ):
+        make_bundle(tmp_path / "b", **options, run=limited)  # type: ignore[arg-type]
+    said = capfd.readouterr().err
+    assert "File too large" in said and "Traceback" not in said
+
+
 CUT_OFF = """#!/bin/bash
 for to; do :; done
 [ ! -d "$to" ] || to=$to/hub/data
@@ -755,19 +783,53 @@ def test_a_python_without_what_a_facility_needs_is_told_in_one_line(tmp_path: Pa
     assert "lacks what a facility needs (ModuleNotFoundError: No module named 'torch'); leave --as-is" in result.stderr
 
 
-@pytest.mark.parametrize("words", ["Disk quota exceeded", "No space left on device"])
-def test_a_disk_without_room_for_the_packages_is_no_index_that_lacks_them(tmp_path: Path, python: Path, words: str):
-    """The Python that was named was taken as it is, without the packages that were asked for."""
-    said = f"ERROR: Could not install packages due to an OSError: [Errno 1] {words}: '/home/a/venv/torch.so'"
-    full = f'test ! -e "{tmp_path}/full" || {{ echo "{said}" >&2; exit 1; }}; echo'
+TOO_LARGE = """\
+    raise ProtocolError("Connection broken: %r" % e, e)
+pip._vendor.urllib3.exceptions.ProtocolError: ("Connection broken: OSError(27, 'File too large')", OSError(27, 'File \
+too large'))"""
+FULL = "ERROR: Could not install packages due to an OSError: [Errno 1] {}: '/home/a/venv/torch.so'"
+
+
+@pytest.mark.parametrize(
+    ("said", "ended"),
+    [
+        (FULL.format("Disk quota exceeded"), "Disk quota exceeded: '/home/a/venv/torch.so'; free some, then"),
+        (
+            FULL.format("No space left on device"),
+            "No space left on device: '/home/a/venv/torch.so'; free some (9 MB free ",
+        ),
+        (f"OSError: [Errno 27] File too large\n{TOO_LARGE}", "File too large; raise the limit on file sizes (`ulimit"),
+    ],
+    ids=["quota", "disk", "limit"],
+)
+def test_a_disk_without_room_for_the_packages_is_no_index_that_lacks_them(
+    tmp_path: Path, python: Path, said: str, ended: str
+):
+    """The Python that was named was taken as it is, without the packages that were asked for.
+
+    Of the two disks that pip writes to, that of TMPDIR was not named.
+    """
+    (tmp_path / "said").write_text(said + "\n")
+    full = f'test ! -e "{tmp_path}/full" || {{ cat "{tmp_path}/said" >&2; exit 1; }}; echo'
     python.write_text(PYTHON.replace('"-m pip") echo', f'"-m pip") {full}'))
     (tmp_path / "full").touch()
+    disks = "/dev/shm) echo t 9 9 900 1% /dev/shm ;; *) echo d 9 9 9999 1% / ;;"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "df").write_text(
+        f"#!/bin/bash\necho Filesystem; for d; do case $d in -*) ;; {disks} esac; done\n"
+    )
+    (tmp_path / "bin" / "df").chmod(0o755)
     options = ["--home", str(tmp_path / "home"), "--python", str(python), "--torch", "cpu", "--no-self-check"]
-    result = setup("facility", *options)
+    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TMPDIR": "/dev/shm"}
+    result = setup("facility", *options, **environment)
     assert result.returncode == 75 and "using those of" not in result.stdout, result.stdout
-    passed, ended = f"setup: pip: {said.removeprefix('ERROR: ')}", f"error: pip found no room: {words}: '/home/a/venv/"
-    assert passed in result.stderr and ended in result.stderr
-    assert (" MB free on /" in result.stderr) == ("quota" not in words) and not (tmp_path / "home" / "env.sh").exists()
+    passed, error = (
+        f"setup: pip: {said.splitlines()[0].removeprefix('ERROR: ')}",
+        f"error: pip found no room: {ended}",
+    )
+    assert passed in result.stderr and result.stderr.splitlines()[-1].startswith(error), result.stderr
+    assert ("9 MB free on /, 0 MB free on /dev/shm)" in result.stderr) == ("No space" in said)
+    assert not (tmp_path / "home" / "env.sh").exists()
     (tmp_path / "full").unlink()
     assert setup("facility", *options).returncode == 0 and (tmp_path / "home" / "env.sh").is_file()
 
