@@ -61,7 +61,7 @@ def explain_round(federation: Federation, number: int) -> str:
                 note = f" ({safe_line(row.reason)})" if row.reason else ""
                 lines.append(f"  {row.facility} took part with weight {row.weight:.3f}{note}.")
         out = {row.facility: safe_line(row.reason) for row in record.facilities if row.status != "ok"}
-        return "\n".join(lines + _refusals(out, number, own))
+        return "\n".join(lines + _refusals(out, number, entries))
     done = len(archive.rounds())
     if number >= federation.rounds <= done:
         raise InputError(
@@ -78,7 +78,7 @@ def explain_round(federation: Federation, number: int) -> str:
             out[name] = safe_line(bad.detail.get("reason", ""))
         else:
             states[name] = _state(mine)
-    lines += _states(states) + _refusals(out, number, own)
+    lines += _states(states) + _refusals(out, number, entries)
     if reason := str(archive.read_note("stopped").get("reason", "")):
         lines.append(f"The run stopped: {safe_line(reason)}. What to do: {advice_for(reason)}")
     return "\n".join(lines)
@@ -151,7 +151,18 @@ def _refusal(name: str, number: int | None, reason: str, entries: Sequence[Entry
     if logs:
         lines.append("  The end of its log:")
         lines += [f"    | {safe_line(line)}" for line in logs[-1].detail.get("lines", [])[-LOG_LINES:]]
+    if (held := _given_up(name, job, ending, entries)) is not None:
+        why, advice = (safe_line(held.detail.get(key, "")) for key in ("reason", "advice"))
+        lines.append(f"  It could not begin by itself ({why}), and a run cancels such a job after `give_up_minutes`.")
+        return [*lines, f"  What to do where the next one waits for that, too: {advice}"]
     return [*lines, f"  What to do: {advice_for(reason, ending)}".replace("FACILITY", name)]
+
+
+def _given_up(name: str, job: str, ending: str, entries: Sequence[Entry]) -> Entry | None:
+    """Where this job was cancelled while it was stuck: what was reported of it."""
+    if "CANCEL" not in ending:
+        return None
+    return _latest([one for one in entries if one.facility == name and one.detail.get("job") == job], "stuck", until=())
 
 
 def _ending(name: str, number: int | None, entries: Sequence[Entry]) -> tuple[str, str]:

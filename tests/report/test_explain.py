@@ -145,6 +145,21 @@ def test_a_stuck_job_and_a_refused_login_are_named_until_they_pass(federation: F
     assert "will not begin" not in text and "crossfed login" not in text
 
 
+def test_a_job_that_was_given_up_says_what_it_waited_for_and_not_that_somebody_cancelled_it(federation: Federation):
+    """The run itself had cancelled it, and its user was to ask the site's staff who had."""
+    journal, now, who = Journal(federation.archive_path), BEGIN + 1e6, {"facility": "facility-00", "round": 3}
+    journal.append("queued", time=now, job="17", **who)
+    journal.append("stuck", time=now, facility="facility-00", job="17", reason="JobHeldUser", advice="release 17")
+    journal.append("stuck", time=now, facility="facility-01", job="18", reason="PartitionDown", advice="wait")
+    journal.append("trained", time=now + 1, code=7, problem="did not end well: CANCELLED, exit code 0", **who)
+    journal.append("refused", time=now + 2, reason=ABSENT, **who)
+    for text in (said(federation, "facility-00"), said(federation, "round", "3")):
+        assert "could not begin by itself (JobHeldUser)" in text and "waits for that, too: release 17" in text
+        assert "somebody cancelled" not in text and "PartitionDown" not in text
+    journal.append("queued", time=now + 3, job="19", **who)
+    assert "somebody cancelled" in said(federation, "round", "3")
+
+
 ABSENT = "left no update: its job was not taken, was cancelled, ran out of time, or lost its node"
 UNSIGNED = "no valid signature of facility-00 over manifest.json by a key of allowed_signers"
 KILLED = "rank 1 was killed (SIGKILL): out of memory, or ended by the scheduler"
