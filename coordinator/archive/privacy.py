@@ -60,12 +60,15 @@ def nothing_promised(rounds: Sequence[int]) -> str:
     return f"nothing is promised for its data, which it trained on without a budget in round {listed}"
 
 
-def privacy_summary(rows: Sequence[Mapping[str, Any]], aside: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def privacy_summary(
+    rows: Sequence[Mapping[str, Any]], aside: Sequence[Mapping[str, Any]], final: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Over all facilities: data are disjoint, so the largest epsilon holds for all; empty where none is reported.
 
-    `rows`: of all facilities in the order of rounds; `aside`: of rounds that were set aside.
+    `rows`: of all facilities in the order of rounds; `aside`: of rounds that were set aside; `final`: of the final
+    evaluation, which releases one more validation loss.
     """
-    every = [row for row in [*aside, *rows] if row.get("privacy")]
+    every = [row for row in [*aside, *rows, *final] if row.get("privacy")]
     reports = latest_privacy(every)
     if not reports:
         return {}
@@ -77,6 +80,7 @@ def privacy_summary(rows: Sequence[Mapping[str, Any]], aside: Sequence[Mapping[s
     return {
         "epsilon": max(one["spent"] for one in reports.values()),
         "epsilon_of_validation": max(one["spent_on_validation"] for one in reports.values()),
+        "final_counted": all(row.get("privacy") for row in final if row["status"] == "ok"),
         "delta": max(one["delta"] for one in reports.values()),
         "stated": max(one["epsilon"] for one in reports.values()),
         "stated_first": max(one["epsilon"] for one in first.values()),

@@ -18,7 +18,8 @@ def summary_remarks(data: dict[str, Any]) -> list[str]:
     """How the federation was aggregated, privacy budgets, and what the guard did, as lines below the table."""
     chosen = [f"aggregation: {safe_line(data['aggregation'])}"] if data.get("aggregation") else []
     rows = [row for entry in data["rounds"] for row in entry["facilities"]]
-    budgets = _budgets(latest_privacy([*data.get("privacy_set_aside", []), *rows]), without_budget(rows))
+    told = [*data.get("privacy_set_aside", []), *rows, *data.get("final_evaluation", [])]
+    budgets = _budgets(latest_privacy(told), without_budget(rows))
     if data.get("masking"):
         budgets.append(masked_sentence(data["masking"]))
     lines = [f"round {row['round']}: {safe_line(row['guard'])}" for row in data["rounds"] if row.get("guard")]

@@ -237,12 +237,13 @@ def _budget(data: Mapping[str, Any]) -> str:
             "nothing is promised for theirs."
         )
     first, last = budget["stated_first"], budget["stated"]
+    until = "" if budget["final_counted"] else "up to the last round "
     changed = "" if first == last else f"; it was changed while training went on, to ε = {last:g}"
     return (
         f"Training was differentially private (DP-SGD, Poisson sampling, up to {steps:,} noised steps a facility): "
         f"ε = {budget['epsilon']:.3g}, δ = {budget['delta']:g} for adding or removing one {' or '.join(units)} of the "
         f"training data, the largest over the facilities, whose data are taken to be disjoint. The budget stated "
-        f"before training was ε = {first:g}{changed}. Validation losses were noised as well: up to the last round "
+        f"before training was ε = {first:g}{changed}. Validation losses were noised as well: {until}"
         f"ε = {budget['epsilon_of_validation']:.3g} for one of the validation data.{without}"
     )
 

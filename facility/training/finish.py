@@ -61,6 +61,9 @@ def write_evaluation(
     settings, ranks, times, loss = round.request.settings, round.ranks, round.times, round.progress.loss_received
     task = round.inputs.dataset.manifest.task
     peak = max(gather(ranks, account.peak_memory_bytes(ranks)))
+    details: dict[str, Any] = reports.accuracies(received=accuracy) | ({reports.TASK: task} if task else {})
+    if round.private is not None:
+        details[DETAILS] = round.private.details()
     if ranks.first:
         with new_directory(round.request.out) as temporary:
             reports.write(
@@ -82,7 +85,7 @@ def write_evaluation(
                     seconds=reports.Seconds(load=times.loaded - round.request.began, evaluate=evaluate_seconds),
                     devices=[device_name(ranks.device)],
                     versions=account.versions(),
-                    details=reports.accuracies(received=accuracy) | ({reports.TASK: task} if task else {}),
+                    details=details,
                 ),
             )
             write_manifest(

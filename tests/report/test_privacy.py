@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from coordinator.archive.privacy import reported_privacy
 from coordinator.archive.remarks import summary_remarks
-from coordinator.archive.rounds import Archive
+from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.archive.summary import summary
 from coordinator.publishing.card import NO_GUARANTEE, privacy
 from coordinator.report.data import gather
@@ -68,10 +69,26 @@ def test_the_latest_budget_of_each_facility_is_shown(data: dict[str, Any]):
 def test_the_card_states_the_largest_epsilon_and_who_told_none(data: dict[str, Any]):
     told = privacy(data)
     assert "ε = 3, δ = 1e-06 for adding or removing one document" in told and "before training was ε = 8" in told
-    assert "up to the last round ε = 2.5 for one of the validation data" in told
+    assert "noised as well: ε = 2.5 for one of the validation data" in told
     assert "1 of 3 facilities reported no budget" in told
     assert "the coordinator, which can see each of them" in told
     assert privacy(data | {"privacy": {}}).endswith(NO_GUARANTEE)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["counted", "of an earlier version"])
+def test_the_loss_of_the_final_evaluation_is_paid_for_as_well(tmp_path: Path, data: dict[str, Any], told: bool):
+    """A facility of an earlier version reports nothing of it: then the card says of which time the epsilon is."""
+    archive, spent = Archive(tmp_path), 4.0 if told else 2.5
+    budget = BUDGET | {"spent_on_validation": 4.0, "steps": 100} if told else {}
+    rows = [FacilityRow(round=2, facility=name, status="ok", privacy=budget) for name in data["facilities"][:2]]
+    rows.append(FacilityRow(round=2, facility=data["facilities"][2], status="failed", reason="its disk is full"))
+    described = [dataclasses.asdict(row) for row in rows]
+    archive.write_note("evaluation", {"after_round": 1, "global_loss": 1.0, "facilities": described})
+    now = gather(archive, federation="made", settings={"rounds": 2})
+    assert now["privacy"]["epsilon_of_validation"] == spent
+    assert any(f"epsilon {spent:g} of its validation data" in line for line in summary_remarks(summary(archive)))
+    assert ("up to the last round ε" in privacy(now)) is not told
+    assert ("is counted as well" if told else "comes on top, within ε at the end") in page(now)
 
 
 @pytest.mark.parametrize("bare", [0, 1], ids=["switched on", "switched off"])

@@ -191,15 +191,15 @@ class PrivateTraining:
 
     def report(self) -> PrivacyReport:
         """The budget so far; on the first rank, which holds the ledger."""
-        settings = self.settings
+        settings, trained = self.settings, self.ledger.releases("training")
         return PrivacyReport(
             epsilon=settings.epsilon,
             delta=settings.delta,
             unit=settings.unit,
             clip=settings.clip,
-            spent=epsilon_of(self.ledger.releases("training"), settings.delta),
+            spent=epsilon_of(trained, settings.delta),
             spent_on_validation=epsilon_of(self.ledger.releases("validation"), settings.delta),
-            noise_multiplier=self.noise["training"],
+            noise_multiplier=trained[-1].noise_multiplier if trained else 0.0,
             sampling_rate=self.sampling_rate,
             steps=self.ledger.count("training"),
             validation_deviation=self.noise["validation"] * self.bound / self.evaluated,

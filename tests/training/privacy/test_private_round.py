@@ -16,6 +16,7 @@ from facility.exchange.messages import loss_curve
 from facility.exchange.messages.privacy import WITHHELD, privacy_of
 from facility.exchange.messages.progress import FILE
 from facility.exchange.messages.report import Report, read_report
+from facility.exchange.privacy.accounting import epsilon_of
 from facility.rounds.privacy_ledger import ReleaseLedger
 from tests.distributed import run_distributed
 from tests.training.federation import largest_difference, started, train, write_dataset, write_settings
@@ -143,8 +144,12 @@ def test_the_last_step_of_all_rounds_ends_at_the_stated_epsilon_and_no_further_o
     assert [code for _, code, _ in said] == [0, 0, 0, 0, 2], said
     spent = [told(tmp_path / f"out{n}")[1].spent for n in (0, 1, 2)]
     assert 0 < spent[0] < spent[1] < spent[2] and 0.99 * 8 < spent[2] <= 8
-    noises = {told(tmp_path / f"out{n}")[1].noise_multiplier for n in (0, 1, 2)}
+    noises = {told(tmp_path / f"out{n}")[1].noise_multiplier for n in (0, 1, 2, 3)}
     assert len(noises) == 1, "without a crash the noise is the same in all rounds"
+    final, losses = told(tmp_path / "out3")[1], ReleaseLedger(state=tmp_path / "state").releases("validation")
+    assert (final.steps, final.spent) == (9, spent[2]) and sum(one.count for one in losses) == 7
+    assert final.spent_on_validation == epsilon_of(losses, 1e-3) <= 8, "the final evaluation releases one as well"
+    assert told(tmp_path / "out2")[1].spent_on_validation < 0.95 * final.spent_on_validation
     assert "out of its privacy budget: 9 steps have spent epsilon 8 of 8" in said[-1][2].replace("7.99", "8")
     assert not (tmp_path / "again").exists() and ReleaseLedger(state=tmp_path / "state").count("training") == 9
 
