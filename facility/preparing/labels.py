@@ -70,6 +70,18 @@ def _to_the_end(reader: Any, file: Any) -> Iterator[Any]:
         raise pyarrow.ArrowInvalid(f"{size - end} bytes follow the stream's end; give each stream a file of its own")
 
 
+def check_stream(path: str) -> None:
+    """Raise `ArrowInvalid` where the file's batches do not end as `opened_arrow` wants them to."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(path) as file:
+            for _ in opened_arrow(file)[1]:
+                pass
+    except pyarrow.ArrowInvalid as error:
+        raise pyarrow.ArrowInvalid(f"{Path(path).name}: {error}") from None
+
+
 def class_name(label: str, names: Sequence[str], place: str) -> str:
     """The name of the class with the number `label`. Raises `DatasetError` for a number without one."""
     number = int(label) if label.removeprefix("-").isdecimal() and len(label) <= len(str(len(names))) + 1 else -1

@@ -20,7 +20,7 @@ from facility.dataset import DatasetError
 from facility.exchange.errors import first_line
 from facility.exchange.files import present
 from facility.exchange.hub import offline_if_silent
-from facility.exchange.json_text import parse_values
+from facility.exchange.json_text import no_duplicates, parse_values
 from facility.preparing.conversations import (
     SURROGATE,
     check_depth,
@@ -29,10 +29,10 @@ from facility.preparing.conversations import (
     preference_of,
     without_absent,
 )
-from facility.preparing.labels import class_name, declared_names, opened_arrow
+from facility.preparing.labels import check_stream, class_name, declared_names, opened_arrow
 from facility.preparing.lines import PACKED, lines_of
 from facility.preparing.said_of_records import kind_of, name_of, names_in
-from facility.preparing.tables import batch_rows, open_parquet, parquet_rows
+from facility.preparing.tables import batch_rows, once_each, open_parquet, parquet_rows
 from facility.preparing.walking import files_below, path_of
 
 HUB = "hub:"
@@ -74,12 +74,12 @@ class Fields:
         return [name for name in (self.text, self.pair, self.label) if name is not None]
 
     def columns(self, available: list[str], place: str) -> list[str]:
-        """The columns of a table that are read. Raises `DatasetError` where one is missing."""
+        """The columns of a table that are read. Raises `DatasetError` where one is missing, or there twice."""
         if self.chat:
-            return columns_of(available)
+            return once_each(columns_of(available), available, place)
         if missing := [name for name in self.names if name not in available]:
             raise DatasetError(f"{place}: no field {missing[0]!r}; it has {names_in(available)}")
-        return self.names
+        return once_each(self.names, available, place)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +284,8 @@ def _read_json_lines(path: Path, fields: Fields) -> Iterator[Document]:
         if not line.strip():
             continue
         try:
-            record = parse_values(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            record = parse_values(text, object_pairs_hook=no_duplicates)
         except UnicodeDecodeError as error:
             raise DatasetError(f"{path}:{number}: not UTF-8 text: {error}; convert the file first") from None
         except ValueError as error:
@@ -357,9 +358,12 @@ def _read_dataset(source: Source, fields: Fields) -> Iterator[Document]:
 def _records(dataset: Any, name: str) -> Iterator[Any]:
     """The records of a dataset. Raises `DatasetError` where it cannot be read on: a damaged file, a network.
 
-    A table on disk is validated as a whole, for `datasets` follows its offsets wherever they lead.
+    A table on disk is validated as a whole, for `datasets` follows its offsets wherever they lead, and its files are
+    followed to their ends, for `datasets` reads one that was cut between two batches as if it were whole.
     """
     try:
+        for file in getattr(dataset, "cache_files", []):
+            check_stream(file["filename"])
         if hasattr(dataset, "data"):
             dataset.data.validate(full=True)
         yield from dataset

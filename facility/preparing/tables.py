@@ -6,11 +6,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from facility.dataset import DatasetError
+
 READ_BYTES = 1 << 20
 """Of a column, read at once from a Parquet file."""
 MOST_ROWS = 64
 MOST_BYTES = 8 << 20
 """Of rows that are Python objects at the same time, if all are alike: a longer row is one by itself."""
+
+
+def once_each(columns: list[str], available: Sequence[str], place: str) -> list[str]:
+    """The columns. Raises `DatasetError` where a table has two of a name: only the last one's values would be read."""
+    if twice := [name for name in columns if available.count(name) > 1]:
+        raise DatasetError(f"{place}: {twice[0]!r} names several columns; rename all but one")
+    return columns
 
 
 def open_parquet(path: Path) -> Any:

@@ -150,6 +150,18 @@ def test_a_saved_dataset_that_is_damaged_is_an_error_that_names_it(tmp_path: Pat
         prepare_dataset(dataclasses.replace(request, fields=Fields(text="body")))
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_record_that_has_a_key_twice_is_refused_as_datasets_does(tmp_path: Path, chat: bool):
+    """The last counted, and what the others held was lost in silence."""
+    (file := tmp_path / "a.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c"}]}\n'
+        if chat
+        else '{"text": "a"}\n{"text": "b", "text": "c"}\n'
+    )
+    with pytest.raises(DatasetError, match=rf"a\.jsonl:{1 if chat else 2}: .*a key appears twice in one mapping"):
+        list(read_documents(*find_sources([str(file)], split="train"), Fields(chat=chat)))
+
+
 def test_labels_of_thousands_of_digits_are_names():
     long = "9" * 5000
     assert class_names([{"10": None, "9": None, "-1": None}]) == ["-1", "9", "10"]

@@ -95,6 +95,35 @@ def test_an_arrow_stream_is_read_to_its_end_or_not_at_all(tmp_path: Path):
             texts_of(path)
 
 
+def test_a_saved_data_set_whose_stream_was_cut_between_batches_is_refused(tmp_path: Path):
+    """`datasets` reads the batches before the cut, and no other, in silence."""
+    texts = [f"text {number}" for number in range(2500)]
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(saved := tmp_path / "saved"), num_shards=2)
+    assert texts_of(saved) == texts
+    last = saved / "data-00001-of-00002.arrow"
+    whole = last.read_bytes()
+    for cut in (whole[:-8], whole[: whole.rindex(b"\xff\xff\xff\xff", 0, -8)]):
+        last.write_bytes(cut)
+        assert len(datasets.load_from_disk(str(saved))) <= len(texts)
+        with pytest.raises(DatasetError, match=r"saved cannot be read: .*data-00001-of-00002\.arrow: the stream"):
+            texts_of(saved)
+
+
+@pytest.mark.parametrize("kind", ["d.arrow", "d.parquet"])
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, kind: str):
+    """Of Parquet the last one was read in silence, of Arrow files none, with a traceback."""
+    table = pyarrow.Table.from_arrays([pyarrow.array([one]) for one in TEXTS], names=["text", "text", "note"])
+    if kind == "d.parquet":
+        pyarrow.parquet.write_table(table, tmp_path / kind)
+    else:
+        with pyarrow.OSFile(str(tmp_path / kind), "wb") as file, STREAM(file, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(DatasetError, match="'text' names several columns; rename all but one"):
+        texts_of(tmp_path / kind)
+    (only,) = read_documents(*find_sources([str(tmp_path / kind)], split="train"), Fields(text="note"))
+    assert only.text == TEXTS[2]
+
+
 @pytest.mark.parametrize("kind", [STREAM, FEATHER, "saved"])
 def test_no_offset_of_a_damaged_table_is_followed_out_of_it(tmp_path: Path, kind: Any):
     """Reading crashed, or took for text what lay in memory beyond it."""

@@ -16,13 +16,13 @@ from typing import Any
 
 from facility.dataset import DatasetError, SourceEntry
 from facility.exchange.files.bounded import real_path
-from facility.exchange.json_text import parse_values
+from facility.exchange.json_text import no_duplicates, parse_values
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.text import number_of
 from facility.preparing.labels import class_name, label_names
 from facility.preparing.said_of_records import name_of, names_in
 from facility.preparing.sources import unicode_name, unicode_text
-from facility.preparing.tables import open_parquet, parquet_rows
+from facility.preparing.tables import once_each, open_parquet, parquet_rows
 from facility.preparing.walking import files_below, path_of
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -212,7 +212,7 @@ def records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 return
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    raw = parse_values(line)
+                    raw = parse_values(line, object_pairs_hook=no_duplicates)
                     yield f"{file}:{number}", raw if isinstance(raw, dict) else {}
     except (OSError, ValueError, csv.Error) as error:
         raise DatasetError(f"{file} cannot be read: {error}") from None
@@ -240,8 +240,9 @@ def rows_of(table: Path, image_field: str, label_field: str) -> Iterator[Picture
             columns = file.schema_arrow.names
             if missing := [name for name in (image_field, label_field) if name not in columns]:
                 raise DatasetError(f"{table}: no column {missing[0]!r}; it has {names_in(columns)}")
+            read = once_each([image_field, label_field], columns, str(table))
             names = label_names(file.schema_arrow.metadata or {}, label_field)
-            for number, record in enumerate(parquet_rows(file, [image_field, label_field]), start=1):
+            for number, record in enumerate(parquet_rows(file, read), start=1):
                 yield _picture(record, f"{table.name}: row {number}", image_field, label_field, names)
     except (pyarrow.ArrowException, OSError) as error:
         raise DatasetError(f"{table} is not a readable Parquet file: {error}") from None
