@@ -115,8 +115,8 @@ def units_in(dataset: Path, unit: Unit) -> int:
     """Documents or blocks that a dataset is trained on; 0: not known."""
     if not (Path(dataset) / NAME).is_file():
         return 0
-    train = open_dataset(dataset).manifest.splits.get("train")
-    return 0 if train is None else train.documents if unit == "document" else train.blocks
+    train = open_dataset(dataset).manifest.splits["train"]
+    return train.documents if unit == "document" else train.blocks
 
 
 def check_fits(mine: Reserved, others: Mapping[str, Reserved], limit: float, *, units: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,15 @@ from facility.exchange.messages.manifest import Manifest, with_extra
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.privacy import DATASET_LIMIT, RELEASED, DifferentialSettings
 from facility.exchange.messages.report import read_failure, read_report
-from facility.rounds.dataset_budget import account_path, count_released, read_account, reserve_budget
+from facility.rounds.dataset_budget import (
+    Reserved,
+    account_path,
+    alone,
+    count_released,
+    read_account,
+    reserve_budget,
+    write_account,
+)
 from facility.rounds.privacy_ledger import ledger_path
 from facility.rounds.released import check_remembered, steps_released
 from tests.rounds.test_round import Site
@@ -120,6 +129,33 @@ def test_a_limit_is_not_one_for_each_path_to_the_dataset(
         monkeypatch.setenv("CROSSFED_STATE", str(dataset.parent / ".crossfed") if state else "")
         with pytest.raises(InputError, match="heron/north 6"):
             reserve(path, "crane", 6.0, limit="10")
+    monkeypatch.setenv("CROSSFED_STATE", str(tmp_path / "states"))
+    reserve(link, "crane", 6.0, limit="10")  # anywhere, as long as it is one for all paths
+    monkeypatch.delenv("CROSSFED_STATE")
+    reserve(link, "crane", 6.0)  # where the site has no limit, any path will do
+
+
+def test_data_of_ones_own_trainer_has_one_account_by_its_place(dataset: Path):
+    """Without a manifest its units are not known, and no sum of deltas is too large for them."""
+    (own := dataset.with_name("own")).mkdir()
+    (link := dataset.with_name("link")).symlink_to(own)
+    reserve(own, "heron", 6.0, limit="10", delta=0.5)
+    with pytest.raises(InputError, match="heron/north 6"):
+        reserve(link, "crane", 6.0, limit="10")
+    reserve(link, "crane", 4.0, limit="10", delta=0.4)
+    assert reserved(own) == {"heron/north": 6.0, "crane/north": 4.0}
+
+
+def test_two_jobs_that_reserve_at_once_are_told_of_each_other(dataset: Path):
+    with ThreadPoolExecutor(1) as other:
+        with alone(path := account_path(dataset)):
+            late = other.submit(reserve, dataset, "crane", 6.0, limit="10")
+            with pytest.raises(TimeoutError):
+                late.result(timeout=0.2)
+            mine = Reserved(epsilon=6.0, delta=1e-6, unit="document")
+            write_account(path, {"heron/north": mine})
+        with pytest.raises(InputError, match="others have reserved 6 "):
+            late.result(timeout=60)
 
 
 def test_without_differential_privacy_nothing_is_trained_where_there_is_a_limit(dataset: Path):
@@ -189,6 +225,7 @@ def test_an_account_of_an_earlier_version_counts_no_steps_yet(dataset: Path):
     account = json.loads(account_path(dataset).read_text())
     del account["heron/north"]["steps"]
     account_path(dataset).write_text(json.dumps(account))
+    reserve(dataset, "heron", 2.0)
     reserve(dataset, "heron", 2.0, steps=3)
     assert json.loads(account_path(dataset).read_text())["heron/north"]["steps"] == 3
 
