@@ -348,6 +348,7 @@ def missing_package(site: Site, package: str = "transformers", version: str = ""
 
 def quantised_without_the_package(site: Site, version: str = "") -> None:
     missing_package(site, "bitsandbytes", version)
+    save_pico(site.root / "model", hidden_size=64, intermediate_size=128)  # a base that 4 bits can hold
     site.edit("batch_sequences: 4", "batch_sequences: 4, lora: {rank: 2, quantize_base: nf4}")
 
 
