@@ -45,6 +45,7 @@ from coordinator.preflight.row import Row, fail, ok, skipped, warning
 from coordinator.preflight.scheduler import check_scheduler, wanted_hours
 from coordinator.preflight.secret_files import check_secret_files
 from coordinator.preflight.sparse_updates import check_sparse_updates
+from coordinator.preflight.stages import check_stages
 from coordinator.preflight.waiting import check_waiting
 from coordinator.steps.outlook import Outlook
 from facility.exchange.errors import ConfigurationError, CrossFedError
@@ -128,6 +129,8 @@ def _check(federation: Federation, *, link: bool, submit: bool, progress: Callab
     if model is not None:
         shared = {name: shared_tokens(one.task, one.separate, one.block_tokens) for name, one in datasets.items()}
         here += check_fitting(federation, {name: answer.task for name, answer in datasets.items()}, shared)
+        if not any(row.check == "layout" for row in here):
+            here += check_stages(federation, datasets, model)
     here += archived
     here += check_chat_template(federation.path(federation.model), datasets)
     alike = check_alike(datasets) + check_claims(federation.claims, datasets)
