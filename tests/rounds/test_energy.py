@@ -181,12 +181,20 @@ def test_what_this_machine_has_is_read_and_what_it_lacks_is_absent():
         {"node_seconds": "1"},
         {"node_seconds": 1.0, "energy_joules": 1e300, "energy_source": "nvml"},
         {"node_seconds": 1.0, "energy_joules": 5.0, "energy_source": "<script>"},
-        {"node_seconds": 1.0, "more": 1},
+        {"more": 1},
         {"node_seconds": 1.0, "nodes": 0.5},
     ],
 )
 def test_a_usage_that_cannot_be_is_not_recorded(told: object):
     assert usage_of(Manifest(kind="update", federation="f", round=0, extra={USAGE: told})) == {}
+
+
+def test_what_is_known_of_a_newer_facilitys_usage_counts():
+    """A coordinator that did not know `nodes` yet had lost hours and energy with it."""
+    told = {"node_seconds": 60.0, "nodes": 2, "energy_joules": 5.0, "energy_source": "nvml"}
+    newer = told | {"water_litres": 1.0, "cores": [1, {"a": None}]}
+    known = told | {"gpu_seconds": 0.0}
+    assert usage_of(Manifest(kind="update", federation="f", round=0, extra={USAGE: newer})) == known
 
 
 @pytest.mark.parametrize("off", [-7200.0, -60.0, 0.0, 90_000.0])

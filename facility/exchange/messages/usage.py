@@ -40,12 +40,15 @@ def with_usage(update: Path, usage: Usage) -> None:
 
 
 def usage_of(manifest: Manifest) -> dict[str, Any]:
-    """What a facility's manifest says, as plain data; {} where it says nothing or nothing possible."""
+    """What a facility's manifest says, as plain data; {} where it says nothing or nothing possible.
+
+    Keys that this version does not know are passed over: a newer facility's hours and energy count all the same.
+    """
     raw = manifest.extra.get(USAGE)
     if not isinstance(raw, dict):
         return {}
     try:
-        found = Fields(raw=raw, where=USAGE).only_of(Usage)
+        found = Fields(raw=raw, where=USAGE)
         usage: dict[str, Any] = {
             "node_seconds": found.number("node_seconds", most=MOST_SECONDS),
             "gpu_seconds": found.number("gpu_seconds", 0.0, most=MOST_SECONDS),
