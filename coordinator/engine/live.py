@@ -84,8 +84,10 @@ class Snapshot:
     coordinator: str
     """What the coordinator does."""
     time: float
-    expected_end: float = 0.0
-    """When all rounds are expected to be complete; 0: not known."""
+    round_end: float = 0.0
+    """When the round under way is expected to be complete; 0: not known."""
+    rounds_after: float = 0.0
+    """Seconds that the rounds after it are expected to take."""
     unit: str = "tokens"
     """What the speeds count: tokens, or images."""
     ended: str = ""
@@ -188,10 +190,16 @@ def _names_in_state(state: str, names: list[str]) -> str:
 
 
 def _end(snapshot: Snapshot, now: float) -> str:
-    """When all rounds are expected to be complete, with the day unless it is today; '' where that is not known."""
-    if not snapshot.expected_end or snapshot.ended:
+    """When all rounds are expected to be complete, with the day unless it is today; '' where that is not known.
+
+    No end is known of a round that lasts longer than it was expected to: a time would move on with the clock.
+    """
+    if not snapshot.round_end or snapshot.ended:
         return ""
-    moment, today = time.localtime(snapshot.expected_end), time.localtime(now)
+    if now > snapshot.round_end:
+        after = f"; those after it are expected to take {format_duration(snapshot.rounds_after)}"
+        return f"this round takes longer than the last ones{after if snapshot.rounds_after else ''}"
+    moment, today = time.localtime(snapshot.round_end + snapshot.rounds_after), time.localtime(now)
     day = "" if moment[:3] == today[:3] else time.strftime("%Y-%m-%d ", moment)
     return f"all rounds are expected to be complete about {day}{time.strftime('%H:%M', moment)}"
 

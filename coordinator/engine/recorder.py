@@ -96,21 +96,20 @@ class Recorder:
     def snapshot(self, ended: str = "") -> Snapshot:
         """The run, now."""
         progress = self.progress
+        left = progress.rounds - self._complete
+        round_end, rounds_after = expected_end(self._last, left=left, begun=self._round_begun)
         return Snapshot(
             federation=self.federation,
             heading=progress.heading,
             coordinator=progress.step,
             time=self.clock(),
             unit=progress.unit(),
-            expected_end=self._expected_end(),
+            round_end=round_end,
+            rounds_after=rounds_after,
             ended=ended,
             process=this_process(),
             facilities={name: progress.live.get(name, FacilityState()) for name in progress.facilities},
         )
-
-    def _expected_end(self) -> float:
-        left = self.progress.rounds - self._complete
-        return expected_end(self._last, left=left, begun=self._round_begun, now=self.clock())
 
     def _append(self, kind: str, event: Event, facility: str = "", **detail) -> None:
         number = event.fields.get("round")

@@ -357,10 +357,9 @@ def test_the_end_of_all_rounds_is_expected_by_the_time_of_the_last_ones(tmp_path
     rounds = [
         RoundFile(round=n, facilities=[], global_loss=None, decision="", seconds=s) for n, s in enumerate(SECONDS)
     ]
-    assert expected_end(rounds, left=3, begun=1000.0, now=1050.0) == 1600.0
-    assert expected_end(rounds, left=3, begun=1000.0, now=1350.0) == 1750.0, "the one under way takes longer already"
-    assert expected_end(rounds, left=0, begun=1000.0, now=1050.0) == expected_end([], left=3, begun=1.0, now=2.0) == 0.0
-    assert expected_end([dataclasses.replace(rounds[0], seconds=0.0)], left=3, begun=1.0, now=2.0) == 0.0
+    assert expected_end(rounds, left=3, begun=1000.0) == (1200.0, 400.0)
+    assert expected_end(rounds, left=0, begun=1000.0) == expected_end([], left=3, begun=1.0) == (0.0, 0.0)
+    assert expected_end([dataclasses.replace(rounds[0], seconds=0.0)], left=3, begun=1.0) == (0.0, 0.0)
     made, progress, now = recorder(tmp_path)
     progress.rounds = 6
     for entry in rounds:
@@ -370,12 +369,17 @@ def test_the_end_of_all_rounds_is_expected_by_the_time_of_the_last_ones(tmp_path
     now["now"] = 1050.0
     made.write()
     snapshot = read_snapshot(tmp_path)
-    assert snapshot is not None and snapshot.expected_end == 1600.0
+    assert snapshot is not None and (snapshot.round_end, snapshot.rounds_after) == (1200.0, 400.0)
     clock = time.strftime("%H:%M", time.localtime(1600.0))
     assert live_lines(snapshot, 1050.0)[-1].endswith(f"all rounds are expected to be complete about {clock}")
     assert f"complete about {clock}" in str(live_table(snapshot, 1050.0).renderables[0])
-    later = dataclasses.replace(snapshot, expected_end=1600.0 + 3 * 86400)
-    assert f"about {time.strftime('%Y-%m-%d', time.localtime(later.expected_end))} " in live_lines(later, 1050.0)[-1]
+    later = dataclasses.replace(snapshot, rounds_after=400.0 + 3 * 86400)
+    day = time.strftime("%Y-%m-%d", time.localtime(1600.0 + 3 * 86400))
+    assert f"about {day} " in live_lines(later, 1050.0)[-1]
+    overdue = "this round takes longer than the last ones; those after it are expected to take 6:40 min"
+    for now_ in (1201.0, 1350.0, 5000.0):
+        assert live_lines(snapshot, now_)[-1].endswith(overdue), "no time that moves on with the clock"
+    assert live_lines(dataclasses.replace(snapshot, rounds_after=0.0), 1350.0)[-1].endswith("than the last ones")
     assert "expected" not in live_lines(dataclasses.replace(snapshot, ended="done"), 1050.0)[-1]
 
 
