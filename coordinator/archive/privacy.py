@@ -33,13 +33,18 @@ def reported_deviations(history: Iterable[RoundFile], now: Mapping[str, Report])
 
 
 def latest_privacy(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By facility, what reports most noised steps: no round that is set aside gives any of them back."""
+    """By facility, what reports most noised steps, and of these most spent on validation: no round or evaluation that
+    is set aside gives any of it back."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         one, before = row.get("privacy"), found.get(row["facility"])
-        if one and (before is None or one["steps"] >= before["steps"]):
+        if one and (before is None or _released(one) >= _released(before)):
             found[row["facility"]] = one
     return found
+
+
+def _released(budget: Mapping[str, Any]) -> tuple[int, float]:
+    return budget["steps"], budget["spent_on_validation"]
 
 
 def without_budget(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
@@ -65,8 +70,8 @@ def privacy_summary(
 ) -> dict[str, Any]:
     """Over all facilities: data are disjoint, so the largest epsilon holds for all; empty where none is reported.
 
-    `rows`: of all facilities in the order of rounds; `aside`: of rounds that were set aside; `final`: of the final
-    evaluation, which releases one more validation loss.
+    `rows`: of all facilities in the order of rounds; `aside`: of rounds and evaluations that were set aside; `final`:
+    of the final evaluation, which releases one more validation loss.
     """
     every = [row for row in [*aside, *rows, *final] if row.get("privacy")]
     reports = latest_privacy(every)

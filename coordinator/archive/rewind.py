@@ -19,6 +19,8 @@ ASIDE = "rewound-"
 """Begins the names of folders with rounds that were set aside."""
 AGAIN = "begun again by crossfed rewind"
 """Begins what a round's file says of it."""
+EVALUATION = "evaluation"
+"""Note: what facilities found of the final model."""
 MOVING = "moving"
 """Key of the note of a rewind whose rounds are not all set aside yet."""
 CANCELLED = "cancelled"
@@ -79,7 +81,9 @@ def _set_aside(archive: Archive, note: dict[str, Any]) -> None:
     _set_updates_aside(archive, undone, aside)
     for number in reversed(left):  # the last first: killed in between, the archive has no gap
         archive.round_directory(number).rename(aside / archive.round_directory(number).name)
-    for name in ("stopped", "attempts", "evaluation", "comparison", "reopened"):
+    with suppress(FileNotFoundError):
+        (archive.path / f"{EVALUATION}.json").rename(aside / f"{EVALUATION}.json")
+    for name in ("stopped", "attempts", "comparison", "reopened"):
         archive.drop_note(name)
     archive.write_history()
     Journal(archive.path).append("rewound", time=time.time(), round=to)
@@ -131,6 +135,15 @@ def rounds_set_aside(archive: Archive) -> list[RoundFile]:
     """The files of all rounds that were set aside and are still there, the first rewind's first."""
     folders = _folders(archive).items()
     return [one for aside, numbers in folders for one in _readable(Archive(aside), numbers)]
+
+
+def evaluations_set_aside(archive: Archive) -> list[dict[str, Any]]:
+    """The notes of final evaluations that were set aside and are still there, the first rewind's first."""
+    found = []
+    for aside in _folders(archive):
+        with suppress(InputError):
+            found.append(Archive(aside).read_note(EVALUATION))
+    return found
 
 
 def _folders(archive: Archive) -> dict[Path, list[int]]:

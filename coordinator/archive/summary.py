@@ -11,7 +11,7 @@ from coordinator.archive.averaged import read_averaged
 from coordinator.archive.best import best_round
 from coordinator.archive.journal import Entry, Journal, waited_by_facility
 from coordinator.archive.masked_rounds import masked_rounds
-from coordinator.archive.rewind import count_set_aside, rounds_set_aside
+from coordinator.archive.rewind import EVALUATION, count_set_aside, evaluations_set_aside, rounds_set_aside
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.archive.task import task_of
 from facility.exchange.perplexity import LARGEST_LOSS, perplexity
@@ -35,7 +35,7 @@ def summary_of(
     archive: Archive, history: list[RoundFile], aside: Sequence[RoundFile], entries: Sequence[Entry]
 ) -> dict[str, Any]:
     """`summary` of an archive whose rounds, those set aside and `events.jsonl` were read."""
-    evaluation = archive.read_note("evaluation")
+    evaluation = archive.read_note(EVALUATION)
     asked = evaluation.get("after_round") == len(history) - 1
     evaluated = asked and evaluation.get("global_loss") is not None
     losses, overs = _losses_of_models(history, evaluation if evaluated else {})
@@ -58,15 +58,17 @@ def summary_of(
         "stopped": archive.read_note("stopped").get("reason") or _broken(history),
         "masking": masked_rounds(history),
         "set_aside_rounds": count_set_aside(archive),
-        "privacy_set_aside": _budgets_of(aside),
+        "privacy_set_aside": _budgets_of(aside, [*evaluations_set_aside(archive), *([] if asked else [evaluation])]),
         "waited_node_seconds": waited_by_facility(entries),
     }
 
 
-def _budgets_of(rounds: Sequence[RoundFile]) -> list[dict[str, Any]]:
-    """What facilities reported of their privacy budgets."""
-    rows = [row for entry in rounds for row in entry.facilities if row.privacy]
-    return [{"facility": row.facility, "privacy": row.privacy} for row in rows]
+def _budgets_of(rounds: Sequence[RoundFile], evaluations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What facilities reported of their privacy budgets, also in evaluations of models that are not the last any more:
+    a loss that was released stays so."""
+    rows = [(row.facility, row.privacy) for entry in rounds for row in entry.facilities]
+    rows += [(row["facility"], row.get("privacy")) for one in evaluations for row in one.get("facilities", [])]
+    return [{"facility": name, "privacy": told} for name, told in rows if told]
 
 
 def _losses_of_models(

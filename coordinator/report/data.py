@@ -85,7 +85,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         "predictions": predictions(rows, names),
         "drift": drift(rows, names),
         "cost": with_waiting(costs(every, names, carbon), entries),
-        "privacy": privacy_summary(rows, aside, rounds["final_evaluation"]),
+        "privacy": privacy_summary(rows, rounds["privacy_set_aside"], rounds["final_evaluation"]),
         "masking": rounds.get("masking", {}),
         "similarity": _similarity(history),
         "remarks": summary_remarks(rounds | {"aggregation": settings.get("chosen", "")}),

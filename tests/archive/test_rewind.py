@@ -109,6 +109,21 @@ def test_updates_of_rounds_set_aside_are_no_longer_compared(archive: Archive):
     assert (aside / COMPARED / "update.a").is_dir()
 
 
+@pytest.mark.parametrize("back", [True, False], ids=["rewound", "more rounds"])
+def test_a_loss_of_a_final_evaluation_that_is_not_the_last_any_more_stays_paid_for(archive: Archive, back: bool):
+    """Its facility takes part in no later round, whose report would count it."""
+    budget = dict.fromkeys(("epsilon", "delta", "clip", "spent", "noise_multiplier", "sampling_rate"), 1.0)
+    budget |= {"unit": "block", "steps": 9, "spent_on_validation": 0.7, "validation_deviation": 0.1}
+    row = FacilityRow(round=3, facility="b", status="ok", privacy=budget)
+    archive.write_note("evaluation", {"after_round": 2, "facilities": [dataclasses.asdict(row)]})
+    if back:
+        rewind(archive, 2)
+    close(archive, 2 if back else 3)
+    found = gather(archive, federation="f", settings={})
+    assert found["final_evaluation"] == [] and found["privacy"]["epsilon_of_validation"] == 0.7
+    assert any("epsilon 0.7 of its validation data" in line for line in found["remarks"])
+
+
 def test_facilities_that_were_refused_in_a_round_set_aside_count_in_its_quorum_again(
     archive: Archive, pico_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
