@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from facility.exchange.checkpoints import native
+from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
 from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.delta_parts import READ
 from facility.exchange.masking.fixed_point import fixed_point
-from facility.exchange.masking.streams import UNSIGNED, MaskBuffer
-from facility.masking.mask_update import CACHE_BYTES, piece_of
+from facility.exchange.masking.streams import SIGNED, UNSIGNED, MaskBuffer, places_of
+from facility.masking.mask_update import CACHE_BYTES, MaskedTensors, piece_of
 from facility.masking.masked_piece import RESTS, Masker, Stored, count_clipped
+from facility.rounds import held
+from facility.rounds.sealed import write_seal
+from facility.rounds.smaller import pending_residual
 
 COUNT, PLACE = 1337, 32
 """Elements: more than two runs of the C code, and no multiple of its lanes."""
 MASKS = [(1, b"o" * 32), (-1, b"a" * 32), (1, b"b" * 32), (-1, b"c" * 32)]
+UNSIGNED_TORCH = {16: torch.uint16, 32: torch.uint32}
 STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
@@ -125,3 +132,40 @@ def test_a_piece_of_many_streams_is_smaller_and_never_less_than_the_files_are_cu
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == READ and sizes[-1] == PART
     assert all(READ % size == 0 and size % PART == 0 for size in sizes), "no piece crosses a part's end"
     assert all(size == PART or streams * size * bits // 8 <= CACHE_BYTES for streams, size in enumerate(sizes, start=1))
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+def test_masks_come_off_a_tensor_of_many_pieces_as_off_one_of_a_single(tmp_path: Path, monkeypatch, bits: int):
+    """What is held of large tensors is read, unmasked and written piece by piece, each at its own place."""
+    monkeypatch.setattr(held, "READ", 48)
+    counts, drawn = {"a": 20, "b": 333, "new": 100}, np.random.default_rng(bits)
+    units, places = {"a": 0.5, "b": 1e-3, "new": 2.0}, places_of(counts)
+    steps = {name: drawn.integers(-99, 99, count).astype(SIGNED[bits]) for name, count in counts.items()}
+    sent = {name: step.view(UNSIGNED[bits]).copy() for name, step in steps.items()}
+    for name, numbers in sent.items():
+        for sign, seed in MASKS:
+            MaskBuffer(1000, bits).add_to(numbers, sign, seed, places[name])
+    rest = {name: torch.from_numpy(drawn.normal(size=count).astype(np.float32)) for name, count in counts.items()}
+    base = {name: torch.from_numpy(drawn.normal(size=counts[name])).bfloat16() for name in ("a", "b")}
+    kept = held.Held(
+        place=tmp_path / "held",
+        round=0,
+        roster="",
+        bits=bits,
+        masked=MaskedTensors(masks=MASKS, units=units, sent={}, left={"model.safetensors": "its checksum"}),
+    )
+    pending = pending_residual(tmp_path)
+    of_numbers = {
+        name: torch.from_numpy(one.view(SIGNED[bits])).view(UNSIGNED_TORCH[bits]) for name, one in sent.items()
+    }
+    for place, tensors in ((kept.sent, of_numbers), (pending, rest), (tmp_path / "base", base)):
+        place.mkdir(parents=True)
+        save_tensors(place, tensors.items())
+    write_seal(pending, kept.masked.left)
+    (out := tmp_path / "out").mkdir()
+    assert held.take_off(tmp_path, kept, open_checkpoint(tmp_path / "base"), out) == len(counts)
+    found = open_checkpoint(out)
+    for name, step in steps.items():
+        exact = step * units[name] + rest[name].double().numpy()
+        exact += base[name].double().numpy() if name in base else 0
+        assert np.array_equal(found.read(name).numpy(), exact.astype(np.float32)), name

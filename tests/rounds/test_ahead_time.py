@@ -32,6 +32,8 @@ def test_a_queue_longer_than_a_round_is_asked_as_soon_as_the_job_begins():
 def test_an_empty_queue_hides_nothing():
     found = chosen([1.0, 2.0, 3.0], [3600.0], [3500.0])
     assert found.after is None and "2 s in the queue (median)" in found.reason
+    assert chosen([10.0], [1000.0], [900.0]).after is None, "of 1010 s from one training to the next"
+    assert chosen([10.2], [1000.0], [900.0]).after == 989.8
 
 
 def test_until_a_round_was_timed_the_next_job_is_submitted_when_this_one_has_ended():
