@@ -25,7 +25,9 @@ def recorded(state: Path, *entries: Entry) -> ReleaseLedger:
     for one in entries:
         ledger.record(one)
     ledger.close()
-    return ReleaseLedger(state=state)
+    again = ReleaseLedger(state=state)
+    assert again.releases("training") == ledger.releases("training"), "a report counts what was released since"
+    return again
 
 
 def test_what_is_recorded_is_there_for_the_next_process(tmp_path: Path):
