@@ -64,7 +64,7 @@ def agree(means: Sequence[float], received: float, kept: Sequence[float]) -> boo
     if received > 0 and max(kept) >= 1.0:  # then nothing is said of the round's gradients
         return False
     low, high = sorted(fresh(one, received, share) for one, share in zip(means, kept, strict=True))
-    return high <= LARGEST * low or high == 0
+    return high <= LARGEST * low
 
 
 @dataclass(frozen=True, kw_only=True)
