@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from facility.exchange.grid import micro_batches_of, sharded_grid, units_of_settings
+from facility.exchange.grid import micro_batches_of, sharded_grid, sync_of_plan, units_of_settings
 from facility.exchange.memory.chunks import wanted_rows
 from facility.exchange.memory.rank import RankLayout
 from facility.exchange.memory.replicas import exchanged_vectors, exchanges_state
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
-from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.schedules.registry import is_interleaved
 
 
@@ -83,13 +80,6 @@ def layouts_of_plan(
         for stage, row in enumerate(plan.grid)
         for number in row
     }
-
-
-def sync_of_plan(plan: Plan, training: TrainingSettings) -> SyncSettings:
-    """How the replicas of a plan stay together: as the plan says, where it does not say all-reduce."""
-    if plan.sync.name == "allreduce":
-        return training.sync
-    return dataclasses.replace(training.sync, policy=plan.sync.name, **plan.sync.options)
 
 
 def rows_of(training: TrainingSettings, positions: int, vocabulary: int, device: str) -> int:

@@ -49,6 +49,7 @@ from coordinator.preflight.stages import check_stages
 from coordinator.preflight.waiting import check_waiting
 from coordinator.steps.outlook import Outlook
 from facility.exchange.errors import ConfigurationError, CrossFedError
+from facility.exchange.grid import check_ranks_of_plan, check_work_of_plan
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.plan import read_plan
 from facility.exchange.messages.strict_json import clean_text
@@ -303,6 +304,8 @@ def memory_row(
     if (named := facility.training.layout.plan) and facility.deployment.type == "local":
         try:
             plan = read_plan(federation.path(named))
+            check_ranks_of_plan(plan, facility.training.ranks, facility.training.layout.shards or 1)
+            check_work_of_plan(plan, facility.training)
         except ConfigurationError as error:
             return fail(facility.name, "memory", str(error), "make the plan by `crossfed plan`")
     private = federation.privacy is not None and federation.privacy.differential is not None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LayoutSettings
+from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.messages.sync import SyncSettings
+from facility.exchange.text import number_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,3 +156,44 @@ def micro_batches_of(settings: TrainingSettings, data_ranks: int, stages: int, *
         if interleaved:
             count = -(-count // stages) * stages
     return micro, count
+
+
+def sync_of_plan(plan: Plan, settings: TrainingSettings) -> SyncSettings:
+    """How the replicas of a plan stay together: as the plan says, where it does not say all-reduce."""
+    if plan.sync.name == "allreduce":
+        return settings.sync
+    return dataclasses.replace(settings.sync, policy=plan.sync.name, **plan.sync.options)
+
+
+def check_ranks_of_plan(plan: Plan, ranks: int, shards: int) -> None:
+    """Raise `ConfigurationError` where so many ranks, `shards` a device, are not those that the plan needs."""
+    if ranks % shards:
+        raise ConfigurationError(f"{ranks} ranks are not a multiple of layout.shards {shards}")
+    if max(plan.devices) >= ranks // shards:
+        raise ConfigurationError(
+            f"the plan uses {len(plan.devices)} devices of {number_of(shards, 'rank')} each, up to number "
+            f"{max(plan.devices)}, but {ranks} ranks came; plan again"
+        )
+
+
+def check_work_of_plan(plan: Plan, settings: TrainingSettings) -> None:
+    """Raise `ConfigurationError` where a plan's work is not that of the settings, or nothing could do it."""
+    if plan.compressed_links:
+        raise ConfigurationError(
+            f"the plan compresses {len(plan.compressed_links)} links, but stages send their activations as they are; "
+            "take `codecs` out of the problem and plan again"
+        )
+    shards = settings.layout.shards or 1
+    counts = tuple(count for count in plan.replica_micro_batches for _ in range(shards))
+    batch = sum(counts) * plan.micro_batch_samples
+    if batch != settings.batch_sequences:
+        raise ConfigurationError(
+            f"the plan makes {batch} sequences a step ({sum(counts)} micro-batches of {plan.micro_batch_samples}), "
+            f"training.batch_sequences is {settings.batch_sequences}: set it to {batch} or plan again"
+        )
+    once = shards == 1 and sync_of_plan(plan, settings).policy == "allreduce" and not settings.layout.offload
+    if plan.stages * plan.virtual_stages == 1 and not once and len(set(counts)) > 1:
+        raise ConfigurationError(
+            "replicas with unequal micro-batches need stages, or the policy allreduce without shards and offload; "
+            "plan again with equal ones"
+        )

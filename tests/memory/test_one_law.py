@@ -230,7 +230,12 @@ def test_a_plan_states_what_check_states(tmp_path: Path, federations: Callable[[
     planned = SimpleNamespace(
         name=kind,
         deployment=facility.deployment,
-        training=parse_dataclass(TrainingSettings, TRAININGS[kind] | {"layout": {"plan": str(tmp_path / "plan.json")}}),
+        training=parse_dataclass(
+            TrainingSettings,
+            TRAININGS[kind]
+            | {"layout": {"plan": str(tmp_path / "plan.json")}, "ranks": stages}
+            | {"batch_sequences": plan.replica_micro_batches[0] * plan.micro_batch_samples},
+        ),
     )
     row = memory_row(read, planned, model, TOKENS, "")  # type: ignore[arg-type]
     assert row.verdict == "ok" and "as its plan says" in row.found

@@ -41,10 +41,11 @@ from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.memory.rank import RankLayout
 from facility.exchange.messages.layout import LayoutSettings, LoraSettings
+from facility.exchange.messages.plan import plan_from_json, write_plan
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.validation import parse_dataclass
 from facility.training.lora import inject_adapters
-from facility.training.parallel.arrange import layout_of_settings
+from facility.training.parallel.arrange import layout_of_plan, layout_of_settings, remapped_rank
 from facility.training.processes.ranks import Ranks
 from tests.forked_trainers import SOCKET, variables
 from tests.pico import save_pico
@@ -846,6 +847,49 @@ def test_a_layout_that_the_trainer_would_refuse_is_told_in_its_words(given: dict
     try:
         layout_of_settings(rank, training, blocks=4, block_tokens=10)
         said = ""
+    except ConfigurationError as error:
+        said = str(error)
+    assert told in said and bool(said) == bool(told)
+    assert (row.verdict, row.found) == ("fail", said) if told else row.verdict == "ok"
+
+
+TWO_STAGES = {"stages": 2, "replicas": 1, "grid": [[0], [1]], "stage_units": [[0, 3], [3, 6]], "micro_batches": 4}
+TWO_REPLICAS = {"stages": 1, "replicas": 2, "grid": [[0, 1]], "stage_units": [[0, 6]], "micro_batches": [3, 1]}
+
+
+@pytest.mark.parametrize(
+    ("plan", "given", "told"),
+    [
+        (TWO_STAGES, {}, ""),
+        (TWO_STAGES, {"ranks": 1}, "the plan uses 2 devices of 1 rank each, up to number 1, but 1 ranks came"),
+        (TWO_STAGES, {"ranks": 3, "layout": {"shards": 2}}, "3 ranks are not a multiple of layout.shards 2"),
+        (TWO_STAGES, {"batch_sequences": 5}, "the plan makes 4 sequences a step"),
+        (TWO_REPLICAS, {}, ""),
+        (TWO_REPLICAS, {"sync": {"policy": "local"}}, "replicas with unequal micro-batches need stages"),
+    ],
+)
+def test_a_plan_that_the_trainer_would_refuse_is_told_in_its_words(
+    tmp_path: Path, plan: dict[str, Any], given: dict[str, Any], told: str
+):
+    read = plan_from_json(plan | {"micro_batch_samples": 1})
+    write_plan(tmp_path / "plan.json", read)
+    layout = given.get("layout", {}) | {"plan": str(tmp_path / "plan.json")}
+    facility = {
+        "name": "a",
+        "dataset": "d",
+        "training": {"ranks": 2, "batch_sequences": 4} | given | {"layout": layout},
+    }
+    path = tmp_path / "federation.yml"
+    path.write_text(json.dumps({"name": "f", "model": "m", "rounds": 1, "facilities": [facility]}))
+    federation = read_federation(path)
+    (one,) = federation.facilities
+    row = checking.memory_row(federation, one, dataclasses.replace(ONE_BLOCK, layers=4), 10, "")
+    world, said = one.training.ranks, ""
+    ranks = Ranks(rank=0, world=world, local_rank=0, local_world=world, device=torch.device("cpu"))
+    try:
+        used = remapped_rank(ranks, read, one.training.layout.shards or 1)
+        assert used is not None
+        layout_of_plan(read, used, one.training, blocks=4, block_tokens=10)
     except ConfigurationError as error:
         said = str(error)
     assert told in said and bool(said) == bool(told)

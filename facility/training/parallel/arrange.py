@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.grid import Grid, rank_grid, sharded_grid, units_of_settings
+from facility.exchange.grid import (
+    Grid,
+    check_ranks_of_plan,
+    check_work_of_plan,
+    rank_grid,
+    sharded_grid,
+    sync_of_plan,
+    units_of_settings,
+)
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.sync import SyncSettings
@@ -63,15 +71,9 @@ class Layout:
 
 def remapped_rank(ranks: Ranks, plan: Plan, shards: int) -> Ranks | None:
     """This process's place among the ranks that the plan uses; None where the plan leaves it idle."""
-    if ranks.world % shards:
-        raise ConfigurationError(f"{ranks.world} ranks are not a multiple of layout.shards {shards}")
+    check_ranks_of_plan(plan, ranks.world, shards)
     # torch sorts the ranks of a group, so ranks are renumbered in the plan's order: by replica, then by stage.
     used = [device for replica in zip(*plan.grid, strict=True) for device in replica]
-    if max(used) >= ranks.world // shards:
-        raise ConfigurationError(
-            f"the plan uses {len(used)} devices of {number_of(shards, 'rank')} each, up to number "
-            f"{max(used)}, but {ranks.world} ranks came; plan again"
-        )
     group, within = divmod(ranks.rank, shards)
     if group not in used:
         return None
@@ -98,11 +100,6 @@ def check_devices(plan: Plan, number: int, ranks: Ranks) -> None:
 
 def layout_of_plan(plan: Plan, ranks: Ranks, settings: TrainingSettings, *, blocks: int, block_tokens: int) -> Layout:
     """The layout that a plan asks for. Raises `ConfigurationError` where it does not fit ranks, model or batch."""
-    if plan.compressed_links:
-        raise ConfigurationError(
-            f"the plan compresses {len(plan.compressed_links)} links, but stages send their activations as they are; "
-            "take `codecs` out of the problem and plan again"
-        )
     shards = settings.layout.shards or 1
     devices = sorted({device for row in plan.grid for device in row})
     plan.validate(max(devices[-1] + 1, ranks.world // shards), blocks)
@@ -113,25 +110,13 @@ def layout_of_plan(plan: Plan, ranks: Ranks, settings: TrainingSettings, *, bloc
         )
     arrangement = rank_grid(ranks.world, replicas=plan.replicas, stages=plan.stages)
     counts = tuple(count for count in plan.replica_micro_batches for _ in range(shards))
-    batch = sum(counts) * plan.micro_batch_samples
-    if batch != settings.batch_sequences:
-        raise ConfigurationError(
-            f"the plan makes {batch} sequences a step ({sum(counts)} micro-batches of {plan.micro_batch_samples}), "
-            f"training.batch_sequences is {settings.batch_sequences}: set it to {batch} or plan again"
-        )
+    check_work_of_plan(plan, settings)
     bounds = [0]
     for count in counts:
         bounds.append(bounds[-1] + count * plan.micro_batch_samples)
     pipelined = plan.stages * plan.virtual_stages > 1
-    sync = settings.sync
-    if plan.sync.name != "allreduce":
-        sync = dataclasses.replace(sync, policy=plan.sync.name, **plan.sync.options)
+    sync = sync_of_plan(plan, settings)
     once = shards == 1 and sync.policy == "allreduce" and not settings.layout.offload
-    if not pipelined and not once and len(set(counts)) > 1:
-        raise ConfigurationError(
-            "replicas with unequal micro-batches need stages, or the policy allreduce without shards and offload; "
-            "plan again with equal ones"
-        )
     return Layout(
         grid=arrangement,
         units=[(a, b) for a, b in plan.stage_units] if pipelined else [],
