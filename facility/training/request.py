@@ -15,6 +15,7 @@ from facility.exchange.files.paths import resolve_path
 from facility.exchange.messages.comparison import GLOBAL, MODELS
 from facility.exchange.messages.manifest import manifest_if_any
 from facility.exchange.messages.plan import Plan, read_plan
+from facility.exchange.messages.privacy import check_layout
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings, read_facility_settings
 from facility.rounds.kept import state_directory
 
@@ -102,6 +103,8 @@ def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
     settings = read_facility_settings(arguments.settings)
     planned = settings.training.layout.plan
     plan = arguments.plan or (resolve_path(planned) if planned else None)
+    if plan and settings.differential is not None:
+        check_layout(replace(settings.training.layout, plan=str(plan)))
     manifest = manifest_if_any(arguments.model)
     state = state_directory(arguments.state, settings, arguments.dataset)
     bundle = arguments.model if manifest is not None and manifest.kind == MODELS else None

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 
+from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages import loss_curve
 from facility.exchange.messages.privacy import WITHHELD, privacy_of
 from facility.exchange.messages.progress import FILE
 from facility.exchange.messages.report import Report, read_report
 from facility.exchange.privacy.accounting import epsilon_of
 from facility.rounds.privacy_ledger import ReleaseLedger
+from facility.train import parser
+from facility.training.request import read_request
 from tests.distributed import run_distributed
 from tests.training.federation import largest_difference, started, train, write_dataset, write_settings
 from tests.training.layouts import run_rounds
@@ -182,6 +185,14 @@ def test_an_interrupted_round_pays_for_no_step_twice(tmp_path: Path, pico_llama:
     said = rounds([(p.stem, arguments(tmp_path, pico_llama, dataset, p)) for p in (stops, goes)])
     assert [code for _, code, _ in said] == [85, 0], said
     assert told(tmp_path / "out0")[1].steps == 3
+
+
+def test_a_plan_on_the_command_line_is_refused_as_one_in_the_settings(tmp_path: Path):
+    """One of two stages ended in a traceback, after the model was loaded."""
+    settings = settings_of(tmp_path / "private.json")
+    words = [*arguments(tmp_path, tmp_path / "model", tmp_path / "data", settings), "--plan", "plan.json"]
+    with pytest.raises(ConfigurationError, match="layout.plan is 'plan.json', which differential privacy excludes"):
+        read_request(parser().parse_args(words), 0.0)
 
 
 @pytest.mark.parametrize(
