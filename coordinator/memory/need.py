@@ -10,7 +10,7 @@ from coordinator.memory.weights import dimensions_of, weights_of
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.grid import check_batch
 from facility.exchange.memory.rank import RankLayout, rank_memory
-from facility.exchange.memory.records import gradient_bytes, rows_of
+from facility.exchange.memory.records import rows_of
 from facility.exchange.memory.units import memory_of_units
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
@@ -40,9 +40,8 @@ def needed_bytes(
     `local_ranks`: of one node; 0: all. `private`: with differential privacy. Raises `ConfigurationError` where
     the ranks cannot be arranged so.
     """
-    records = 0
     if private:
-        model, training, records = with_records(model, training, ranks)
+        model, training = with_records(model, training, ranks)
     layouts = layouts_of_settings(
         training,
         ranks,
@@ -52,10 +51,11 @@ def needed_bytes(
         device=device,
         local_ranks=local_ranks or ranks,
     )
+    layouts = [replace(layout, records=private) for layout in layouts]
     dimensions = dimensions_of(model)
     weights = weights_of(model, training, chunked=layouts[0].chunk_rows > 0)
     units = memory_of_units(weights, dimensions, training)
-    return records + max(sum(rank_memory(units, layout, dimensions, training).values()) for layout in layouts)
+    return max(sum(rank_memory(units, layout, dimensions, training).values()) for layout in layouts)
 
 
 def needed_by_plan(
@@ -71,20 +71,18 @@ def needed_by_plan(
     return {number: sum(parts_of(model, training, layout).values()) for number, layout in layouts.items()}
 
 
-def with_records(
-    model: ModelFigures, training: TrainingSettings, ranks: int
-) -> tuple[ModelFigures, TrainingSettings, int]:
-    """Figures and settings by which differential privacy needs memory, and bytes of the gradients of single records.
+def with_records(model: ModelFigures, training: TrainingSettings, ranks: int) -> tuple[ModelFigures, TrainingSettings]:
+    """Figures and settings by which differential privacy needs memory.
 
     A pass has rows by their gradients' size, whatever the batch, and all its logits at once; a frozen base is held in
     float32, however it is stored. Raises `ConfigurationError` where a rank would get no record.
     """
     check_batch(training, ranks)
     trained = model.trained(training)
-    rows = rows_of(training.micro_batch_sequences, trained)
+    rows = rows_of(training.micro_batch_sequences, trained, training.batch_sequences / ranks)
     batch = max(rows * ranks, training.batch_sequences if training.micro_batch_sequences else 0)
     used = replace(training, micro_batch_sequences=rows, batch_sequences=batch, chunked_loss="never")
-    return replace(model, dtypes={}), used, gradient_bytes(trained, rows)
+    return replace(model, dtypes={}), used
 
 
 def smallest_ranks(

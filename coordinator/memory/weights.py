@@ -9,13 +9,11 @@ from coordinator.memory.figures import IN_A_BLOCK, ModelFigures, is_matrix_of_a_
 from facility.exchange.checkpoints.adapter_targets import STATE_SPACE
 from facility.exchange.checkpoints.adapters import HEADS, A, B, is_adapter, is_factor, is_saved_module, is_targeted
 from facility.exchange.checkpoints.patterns import matches_any
-from facility.exchange.memory.units import Dimensions, Weight
+from facility.exchange.memory.units import EMBEDDING, Dimensions, Weight
 from facility.exchange.messages.settings import TrainingSettings
 
 STORED = {"BF16": "bfloat16", "F16": "float16"}
 """Half precision, by safetensors' name of it."""
-EMBEDDING = re.compile(r"(^|\.)(embed(?!_out)\w*|wte|wpe|word_embeddings|tok_embeddings)(\.|$)")
-"""In the names of what stands before the first block."""
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|score|classifier)\.weight$")
 """Linear layers behind the last block."""
 

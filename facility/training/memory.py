@@ -13,7 +13,7 @@ from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.errors import CrossFedError, InputError, TransientError
 from facility.exchange.memory.rank import RankLayout, rank_memory
 from facility.exchange.memory.replicas import exchanged_vectors, exchanges_state
-from facility.exchange.memory.units import Dimensions, Weight, memory_of_units
+from facility.exchange.memory.units import EMBEDDING, Dimensions, Weight, memory_of_units
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.sizes import format_bytes
 from facility.training.devices import free_bytes
@@ -87,9 +87,16 @@ def weights_of(
 
 
 def unit_of_whole(model: nn.Module) -> Callable[[str], int]:
-    """Unit of a parameter of a model that no stage cuts: 0 for all that is in no block."""
-    blocks = find_blocks(model)[0] + "."
-    return lambda name: int(name[len(blocks) :].split(".", 1)[0]) + 1 if name.startswith(blocks) else 0
+    """Unit of a parameter of a model that no stage cuts: of what is in no block by its name, embedding or head."""
+    path, blocks = find_blocks(model)
+    head = len(blocks) + 1
+
+    def unit(name: str) -> int:
+        if name.startswith(f"{path}."):
+            return int(name[len(path) + 1 :].split(".", 1)[0]) + 1
+        return 0 if EMBEDDING.search(name) else head
+
+    return unit
 
 
 def rank_layout(layout: Layout, ranks: Ranks, chunk_rows: int, settings: TrainingSettings) -> RankLayout:

@@ -14,6 +14,7 @@ from facility.exchange.checkpoints.layouts import refusal_of_router_loss, refusa
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.memory.chunks import WHOLE_LOGITS
 from facility.exchange.messages.manifest import check_digest
+from facility.exchange.privacy.accounting import accounting_library
 from facility.exchange.seeds import derive_seed
 from facility.training import account, memory
 from facility.training.batch_norm import check_variances
@@ -30,7 +31,7 @@ from facility.training.parallel.assemble import Assembly, assemble_part, build_m
 from facility.training.parallel.sharder import Sharder
 from facility.training.parallel.split import inspect_model
 from facility.training.parallel.structure import ModelStructure
-from facility.training.privacy.micro_batches import memory_of_records
+from facility.training.privacy.micro_batches import layout_of_records
 from facility.training.processes.ranks import Ranks, agree_on_failure, from_environment
 from facility.training.processes.rendezvous import join_ranks
 from facility.training.replicas import order_of
@@ -114,11 +115,11 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
             raise InputError(reason)
         if request.settings.differential is None and (halved := hold_in_half(skeleton, inputs.checkpoint, training)):
             log.info("%d frozen layers are held in %s, as they are stored", halved, training.compute_dtype)
-        used, more = layout, dict[str, int]()
+        rank = memory.rank_layout(layout, ranks, setup.head.rows, training)
         if request.settings.differential is not None:
-            used, more = memory_of_records(layout, skeleton, training)
-        rank = memory.rank_layout(used, ranks, setup.head.rows, training)
-        needed = memory.predicted_bytes(skeleton, structure, rank, training, inputs.config) | more
+            rank = layout_of_records(rank, skeleton, training, ranks=ranks.world)
+            accounting_library()  # 50 MB of libraries, beside which the model comes
+        needed = memory.predicted_bytes(skeleton, structure, rank, training, inputs.config)
         memory.check_memory(needed, ranks, training)
         expected = account.resident_bytes(ranks) + sum(needed.values())
     held = assemble_part(

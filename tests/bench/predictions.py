@@ -46,10 +46,14 @@ class Case:
     batch: int = BATCH
     """Sequences of `TOKENS` tokens a step."""
     training: dict[str, Any] = field(default_factory=dict)
+    private: bool = False
+    """With differential privacy of every block."""
 
 
 PIPELINE: dict[str, Any] = {"ranks": 2, "micro_batch_sequences": 2, "layout": {"stages": 2}}
 ZERO_BUBBLE = {"stages": 2, "virtual_stages": 2, "schedule": "interleaved_zero_bubble"}
+LORA: dict[str, Any] = {"lora": {"rank": 8}}
+ROWS, MANY = ({"micro_batch_sequences": rows} for rows in (8, 32))
 CASES = {
     "small": Case(hidden=256, layers=4),
     "medium": Case(hidden=512, layers=6),
@@ -75,6 +79,22 @@ CASES = {
     "wide": Case(hidden=1024, layers=8),
     "adafactor": Case(hidden=512, layers=6, training={"optimizer": "adafactor"}),
     "muon": Case(hidden=512, layers=6, training={"optimizer": "muon"}),
+    "private-one-row": Case(hidden=512, layers=6, batch=8, private=True, training={"micro_batch_sequences": 1}),
+    "private-small": Case(hidden=256, layers=4, batch=32, private=True, training=ROWS),
+    "private": Case(hidden=512, layers=6, batch=16, private=True, training={"micro_batch_sequences": 4}),
+    "private-auto": Case(hidden=256, layers=4, batch=24, private=True),
+    "private-large-vocabulary": Case(hidden=256, layers=2, vocabulary=32768, batch=16, private=True, training=ROWS),
+    "private-bfloat16": Case(
+        hidden=256, layers=4, batch=32, private=True, training=ROWS | {"compute_dtype": "bfloat16"}
+    ),
+    "private-replicas": Case(
+        hidden=256, layers=4, batch=64, private=True, training=ROWS | {"ranks": 2, "layout": {"sharding": "NO_SHARD"}}
+    ),
+    "private-lora": Case(hidden=512, layers=6, batch=32, private=True, training=ROWS | LORA),
+    "private-lora-many-rows": Case(hidden=256, layers=4, batch=64, private=True, training=MANY | LORA),
+    "private-lora-bfloat16": Case(
+        hidden=256, layers=4, batch=64, private=True, training=MANY | LORA | {"compute_dtype": "bfloat16"}
+    ),
     "int8": Case(hidden=512, layers=6, training={"encoding": "delta-int8", "export_dtype": "float32"}),
 }
 
@@ -95,7 +115,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         folder / "model", dtype="bfloat16", vocab_size=case.vocabulary, max_position_embeddings=TOKENS, **shape
     )
     write_manifest(model, Manifest(kind="model", federation="bench", round=0))
-    write_dataset(folder / "dataset", block_tokens=TOKENS, vocabulary_size=case.vocabulary)
+    blocks = max(64, 2 * case.batch)
+    write_dataset(folder / "dataset", blocks=blocks, block_tokens=TOKENS, vocabulary_size=case.vocabulary)
     training = {
         "steps": 3,
         "batch_sequences": case.batch,
@@ -108,6 +129,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         training["lora"] = case.training["lora"] | {"base": str(model)}
     settings = {"federation": "bench", "facility": "here", "rounds": 1, "seed": 0, "training": case.training | training}
     settings["training"] |= {name: value for name, value in case.training.items() if name != "lora"}
+    if case.private:
+        settings["differential"] = {"epsilon": 8.0, "delta": 1e-4, "unit": "block"}
     (folder / "settings.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "facility.round", "--model", str(model), "--dataset", str(folder / "dataset")]
     command += ["--settings", str(folder / "settings.json"), "--round", "0", "--out", "update", "--state", "state"]

@@ -119,7 +119,7 @@ def test_with_differential_privacy_as_the_trainer_finds(base: Path, kind: str, r
     from facility.training.model import Attention
     from facility.training.parallel.arrange import layout_of_settings
     from facility.training.parallel.assemble import build_meta_model
-    from facility.training.privacy.micro_batches import memory_of_records
+    from facility.training.privacy.micro_batches import layout_of_records
     from facility.training.processes.ranks import Ranks
 
     training = settings(kind, batch_sequences=256, micro_batch_sequences=rows)
@@ -127,8 +127,8 @@ def test_with_differential_privacy_as_the_trainer_finds(base: Path, kind: str, r
     skeleton = build_meta_model(config, CausalLM(), Attention(name="sdpa", reason=""), training)
     here = Ranks(rank=0, world=1, local_rank=0, local_world=1, device=torch.device("cpu"))
     layout = layout_of_settings(here, training, blocks=config.num_hidden_layers, block_tokens=TOKENS)
-    used, more = memory_of_records(layout, skeleton, training)
-    found = predicted_bytes(skeleton, None, rank_layout(used, here, 0, training), training, config) | more
+    rank = layout_of_records(rank_layout(layout, here, 0, training), skeleton, training, ranks=1)
+    found = predicted_bytes(skeleton, None, rank, training, config)
     assert sum(found.values()) == needed_bytes(model_figures(base), training, TOKENS, 1, device="cpu", private=True)
     plain = needed_bytes(model_figures(base), training, TOKENS, 1, device="cpu")
     assert rows or 1.5 * sum(found.values()) < plain, "what a batch of 256 would need without"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from facility.exchange.memory.records import record_bytes
 from facility.exchange.memory.units import Dimensions, UnitMemory, width_of
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.schedules.ops import Op, peak_bytes
@@ -38,6 +39,8 @@ class RankLayout:
     """Float32 vectors over its trained weights that it holds at most to exchange with other replicas (`replicas`)."""
     exchanges_state: bool = False
     """The optimizer's state is exchanged beside the weights."""
+    records: bool = False
+    """Every sequence has a gradient of its own, as differential privacy needs."""
     chunk_rows: int = 0
     """Positions of which logits are computed at once; 0: all of a micro-batch."""
 
@@ -85,11 +88,29 @@ def rank_memory(
         "proximal term": here * 4 * trained // layout.shards if training.proximal else 0,
         "exchange between replicas": exchanged_bytes(held, layout),
         "one layer dequantised": 4 * max((unit.largest_in_bits for unit in held), default=0),
+        "gradients of records": gradients_of_records(units, layout, dimensions, training, parts["logits"]),
         "one gradient before it is added": 0
-        if layout.sharded or layout.micro_batches == 1
+        if layout.sharded or layout.micro_batches == 1 or layout.records
         else 4 * max((unit.largest_trained for unit in held), default=0),
     }
     return parts | {name: value for name, value in more.items() if value}
+
+
+def gradients_of_records(
+    units: Sequence[UnitMemory], layout: RankLayout, dimensions: Dimensions, training: TrainingSettings, logits: float
+) -> int:
+    """What the gradients of single records need, beside the activations as they are without such gradients.
+
+    Of each block autograd keeps one hidden value a token more: what attention gave is put together from the rows.
+    """
+    if not layout.records:
+        return 0
+    tokens, ends = layout.sequences * layout.tokens, (0, len(units) - 1)
+    copied = width_of(training) * dimensions.hidden
+    more = [0 if number in ends else tokens * copied for number in range(len(units))]
+    kept = [tokens * (unit.kept + unit.cast) + copy for unit, copy in zip(units, more, strict=True)]
+    last = 4.0 * tokens * dimensions.vocabulary
+    return sum(more) + record_bytes(units, layout.sequences, kept, logits=logits, last=last)
 
 
 def exchanged_bytes(held: Sequence[UnitMemory], layout: RankLayout) -> int:

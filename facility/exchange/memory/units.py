@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -68,8 +69,12 @@ class UnitMemory:
     """While it is computed again in backward, a token."""
     largest_trained: int = 0
     """Of one of its tensors that is trained: number of weights."""
+    projects: bool = True
+    """One of its weights is a matrix: a head without one uses the embedding's."""
 
 
+EMBEDDING = re.compile(r"(^|\.)(embed(?!_out)\w*|wte|wpe|word_embeddings|tok_embeddings)(\.|$)")
+"""In the names of what stands before the first block."""
 CAST_BYTES = 12
 """A token and hidden unit, of a block like Llama's under autocast: two residuals and two normalised inputs in float32,
 and an input in half precision for each of five layers, in place of one value of each."""
@@ -122,6 +127,7 @@ def _memory_of_unit(
         cast=cast,
         again=again,
         largest_trained=max((one.count for one in held if one.trained), default=0),
+        projects=any(len(one.shape) == 2 for one in held),
     )
 
 

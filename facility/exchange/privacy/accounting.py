@@ -80,7 +80,7 @@ def _rounded_up(noise: float) -> float:
 def _epsilon(releases: tuple[Releases, ...], delta: float) -> float:
     if not releases:
         return 0.0
-    accounting = _library()
+    accounting = accounting_library()
     accountant = accounting.pld.PLDAccountant(value_discretization_interval=GRID)
     for one in releases:
         event = accounting.GaussianDpEvent(one.noise_multiplier)
@@ -90,7 +90,7 @@ def _epsilon(releases: tuple[Releases, ...], delta: float) -> float:
     return float(accountant.get_epsilon(delta))
 
 
-def _library() -> Any:
+def accounting_library() -> Any:
     """`dp_accounting`, imported only where differential privacy is asked for: it takes two seconds."""
     try:
         import dp_accounting

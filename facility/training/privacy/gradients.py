@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, vjp, vmap
 
 from facility.exchange.errors import InputError, first_line
 from facility.training.data.tasks import IGNORED, Task
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
 Gradients = list[torch.Tensor]
 """One for each trained parameter, in order."""
+SQUARED_AT_ONCE = 1 << 18
+"""Values of gradients that are in float64 at once while norms are worked out."""
 
 
 class RecordGradients:
@@ -56,6 +58,7 @@ class RecordGradients:
             for of_records in self._of_records(rows):
                 trained = of_records if self.held is None else self.held.without_held(of_records)
                 add_clipped(total, trained, limit)
+                del of_records, trained  # they would be there beside those of the next pass
         return total
 
     def _of_records(self, rows: Rows) -> Iterable[Gradients]:
@@ -76,28 +79,31 @@ class RecordGradients:
         inputs, targets, share = self._on_device(rows)
         held = {name: parameter.detach() for name, parameter in self.parameters.items()}
 
-        def loss(weights: Tensors, row: Tensors, target: torch.Tensor, part: torch.Tensor):
-            return self._loss(weights, {name: value[None] for name, value in row.items()}, target[None]) * part
+        def gradient(row: Tensors, target: torch.Tensor, part: torch.Tensor) -> Tensors:
+            """`torch.func.grad` would keep all of the pass, and of its backward pass, for a second derivative."""
+            batch = {name: value[None] for name, value in row.items()}
+            backward = vjp(lambda weights: self._loss(weights, batch, target[None]), held)[1]
+            found: Tensors = backward(part, retain_graph=False, create_graph=False)[0]
+            return found
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not yet implemented the batching rule.*")
-            found = vmap(grad(loss), in_dims=(None, 0, 0, 0), randomness="different")(held, inputs, targets, share)
+            found = vmap(gradient, randomness="different")(inputs, targets, share)
         return [found[name].float() for name in self.parameters]
 
     def _one_by_one(self, rows: Rows) -> Iterable[Gradients]:
         inputs, targets, share = self._on_device(rows)
+        parameters = list(self.parameters.values())
         for record in range(rows.records):
-            total: Gradients | None = None
+            total: Gradients = []
             for row in torch.nonzero(rows.record == record).flatten().tolist():
                 piece = slice(row, row + 1)
                 loss = self._loss(None, {name: value[piece] for name, value in inputs.items()}, targets[piece])
-                found = torch.autograd.grad(
-                    loss * share[row], list(self.parameters.values()), allow_unused=True, materialize_grads=True
-                )
-                own = [one.float() for one in found]
-                total = own if total is None else [a + b for a, b in zip(total, own, strict=True)]
-            assert total is not None
-            yield [one[None] for one in total]
+                found = torch.autograd.grad(loss * share[row], parameters, allow_unused=True, materialize_grads=True)
+                own = [one.float()[None] for one in found]
+                total = [a + b for a, b in zip(total, own, strict=True)] if total else own
+                del found, own, loss
+            yield total
 
     def _loss(self, weights: Tensors | None, inputs: Tensors, targets: torch.Tensor) -> torch.Tensor:
         with self.precision():
@@ -134,20 +140,26 @@ def check_model(model: nn.Module) -> None:
 
 
 def by_record(of_rows: Gradients, rows: Rows) -> Gradients:
-    """Sum the rows of each record."""
-    if rows.records == len(rows.record):
-        return of_rows
-    place = rows.record.to(of_rows[0].device)
-    return [one.new_zeros((rows.records, *one.shape[1:])).index_add_(0, place, one) for one in of_rows]
+    """Sum the rows of each record, in place of what the list held."""
+    if rows.records < len(rows.record):
+        place = rows.record.to(of_rows[0].device)
+        for number, one in enumerate(of_rows):
+            of_rows[number] = one.new_zeros((rows.records, *one.shape[1:])).index_add_(0, place, one)
+    return of_rows
 
 
 def add_clipped(total: Gradients, of_records: Gradients, limit: float) -> None:
     """Add every record's gradient, scaled down to the norm `limit`, to the total."""
-    squares = torch.stack([one.flatten(1).double().square().sum(1) for one in of_records]).sum(0)
-    norms = squares.sqrt()
+    norms = torch.stack([squares(one.flatten(1)) for one in of_records]).sum(0).sqrt()
     finite = torch.isfinite(norms)
     factor = (limit / norms.clamp(min=limit)).where(finite, 0.0).float()
     for whole, one in zip(total, of_records, strict=True):
         if not bool(finite.all()):
             one = one.where(finite.view(-1, *[1] * (one.dim() - 1)), 0.0)
         whole.add_(torch.tensordot(factor, one, dims=1))
+
+
+def squares(rows: torch.Tensor) -> torch.Tensor:
+    """Sum of squares of each row, in float64."""
+    pieces = rows.split(max(1, SQUARED_AT_ONCE // len(rows)), dim=1)
+    return torch.stack([piece.double().square().sum(1) for piece in pieces]).sum(0)

@@ -1,4 +1,4 @@
-"""What memory a pass needs in which every row has a gradient of its own."""
+"""What a rank holds in a pass in which every row has a gradient of its own."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import dataclasses
 
 from torch import nn
 
-from facility.exchange.memory.records import gradient_bytes, rows_of
+from facility.exchange.memory.rank import RankLayout
+from facility.exchange.memory.records import rows_of
 from facility.exchange.messages.settings import TrainingSettings
-from facility.training.parallel.arrange import Layout
 
 
-def memory_of_records(layout: Layout, model: nn.Module, settings: TrainingSettings) -> tuple[Layout, dict[str, int]]:
-    """The layout with the rows that a pass really has, and the bytes of their gradients and of the sum of all."""
+def layout_of_records(rank: RankLayout, model: nn.Module, settings: TrainingSettings, *, ranks: int) -> RankLayout:
+    """The rank's layout with the rows that a pass really has."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    rows = rows_of(settings.micro_batch_sequences, trained)
-    shape = dataclasses.replace(layout.shape, micro_batch_sequences=rows)
-    return dataclasses.replace(layout, shape=shape), {"gradients of records": gradient_bytes(trained, rows)}
+    rows = rows_of(settings.micro_batch_sequences, trained, settings.batch_sequences / ranks)
+    return dataclasses.replace(rank, sequences=rows, records=True)

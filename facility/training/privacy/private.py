@@ -61,7 +61,8 @@ class PrivateTraining:
         if inputs.dataset.manifest.task == "classification":
             self.bound = math.log(max(2, len(inputs.dataset.manifest.classes)))
         self.expected = request.training.batch_sequences
-        rows = rows_of(request.training.micro_batch_sequences, sum(part.tensor.numel() for part in engine.parts))
+        trained = sum(part.tensor.numel() for part in engine.parts)
+        rows = rows_of(request.training.micro_batch_sequences, trained, self.expected / ranks.world)
         assert isinstance(engine.compute, Whole)
         model = engine.compute.modules[0]
         self.readers, self.counts = {}, {}
