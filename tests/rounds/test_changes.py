@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import secrets
 import shutil
 from pathlib import Path
@@ -30,6 +31,7 @@ from coordinator.rounds.late import LateJob, remember_job, remembered_job
 from coordinator.steps import commit
 from coordinator.steps.start import start
 from facility.exchange.errors import InputError
+from facility.exchange.files.paths import CHECKOUT
 from facility.exchange.messages.trainer import TrainerSettings
 from tests.aggregation.updates import write_update
 from tests.federations import write_federation
@@ -168,6 +170,9 @@ def test_the_first_step_refuses_what_was_not_accepted_and_the_round_file_tells_w
     told = archive.read_round(1).changes
     for words in ("its rounds stay in the history", "stretched", "aggregation.rule: nesterov -> mean"):
         assert any(words in one for one in told), "also what `auto` stands for now that one facility is left"
+    page = (CHECKOUT / "docs" / "how-to" / "change-a-running-federation.md").read_text(encoding="utf-8")
+    shown = re.findall("^changed: (.*)$", page, re.MULTILINE)
+    assert len(shown) == 2 and set(shown) <= set(told), "this is the example of the page"
     assert {row.facility for row in archive.read_round(0).facilities} == {"a", "b"}
     start(archive, tmp_path / "model", fewer)
     close(archive, archive.model_for(2), [write_update(tmp_path / "a2", archive.model_for(2), "a", round=2)], fewer, 2)
