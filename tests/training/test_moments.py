@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
@@ -23,6 +25,7 @@ from facility.exchange.checkpoints.moments import (
 from facility.exchange.checkpoints.second_moments import has_factors, read_factors
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import TrainingSettings
+from facility.training.state.moments import largest_first
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset
 from tests.training.layouts import TWO, arguments, rounds_in
@@ -142,6 +145,43 @@ def test_momenta_of_muon_are_taken_over(tmp_path: Path):
     near, far = (largest_difference(tmp_path / name / "out", own) for name in ("taken", "turned"))
     assert near < 1e-3 and far > 4 * near  # momenta of bfloat16, orthogonalised
     assert largest_difference(tmp_path / "off" / "out", own) == 0
+
+
+def test_first_moments_of_others_move_what_a_facility_has_hardly_seen_no_further_than_its_own_could(tmp_path: Path):
+    """Its second moments of a token that its text lacks are 0: AdamW would divide the others' mean by next to it."""
+    dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
+    settings = {"optimizer_state": "personal", "first_moments": "mean", "weight_decay": 0.0, "learning_rate": 2e-3}
+    rounds_in([("first", arguments(tmp_path / "first", model, dataset, **settings))])
+    state = state_of(tmp_path / "first")
+    assert any((value == 0).any() for key, value in state.items() if key.startswith("exp_avg_sq."))
+    received = with_moments(model, tmp_path / "received", tmp_path / "first" / "out")
+    large = shutil.copytree(received, tmp_path / "large")
+    one = np.uint16(0x3F80)  # 1 in bfloat16, in the place of gradients' means of some 1e-3
+    write_raw(
+        large / "moments" / "model.safetensors",
+        {key: np.full_like(value, one) for key, value in raw(large / "moments" / "model.safetensors").items()},
+    )
+    cases = [
+        (name, after(tmp_path / "first", tmp_path / name, dataset, tmp_path / f"{name}-next", **settings))
+        for name in ("received", "large")
+    ]
+    rounds_in(cases)
+    most = 3 * 2e-3 * largest_first(DEFAULTS)  # of three steps
+    moved = {name: largest_difference(tmp_path / f"{name}-next" / "out", model) for name in ("received", "large")}
+    assert moved["received"] < moved["large"] < most, (moved, most)
+
+
+@given(
+    st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=40),
+    st.sampled_from([(0.9, 0.999), (0.9, 0.99), (0.95, 0.95), (0.0, 0.5)]),
+)
+def test_a_first_moment_is_never_larger_than_its_bound(gradients: list[float], betas: tuple[float, float]):
+    first = second = 0.0
+    for gradient in gradients:
+        first = betas[0] * first + (1 - betas[0]) * gradient
+        second = betas[1] * second + (1 - betas[1]) * gradient**2
+    bound = largest_first(TrainingSettings(beta1=betas[0], beta2=betas[1]))
+    assert abs(first) <= bound * second**0.5 * (1 + 1e-9)
 
 
 def raw(file: Path) -> dict[str, np.ndarray]:

@@ -7,7 +7,8 @@ rows that it holds: every layout sends and reads the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -78,13 +79,23 @@ def _rows_of(entry: TensorEntry, moment: Moment, scale: float) -> Rows:
 
 @torch.no_grad()
 def take_over(
-    model: Path, optimizer: Optimizer, parts: Sequence[LocalShard], training: TrainingSettings, *, steps: int
+    model: Path,
+    optimizer: Optimizer,
+    parts: Sequence[LocalShard],
+    training: TrainingSettings,
+    *,
+    steps: int,
+    brought: Collection[str] = (),
 ) -> int:
     """Put the moments that came with the model in the place of this facility's own; returns the step count.
 
     Only those that the settings ask for. A facility without state of its own (`steps` is 0) begins with the others'
     second moments and step count, as with row and column means; its first moments begin at zero where it has no second
     ones, which would be too small for them, and such a parameter counts its steps from zero.
+
+    `brought`: parameters whose second moments came as factors. Beside second moments of this facility's own, others'
+    first ones are no larger than those allow (`largest_first`): of what its text hardly holds, such as a rare token,
+    its own are next to nothing, and AdamW divides by their root.
     """
     if not has_moments(model):
         return steps
@@ -108,4 +119,15 @@ def take_over(
                 count = len(held.tensor) if part.shape else 1
                 values = found.whole(moment, part.first, count) * np.float32(1.0 - decay(training, kind) ** own)
                 held.tensor.copy_(torch.from_numpy(values).reshape(held.tensor.shape))
+        theirs = part.name in brought or (SECOND in kinds and (part.name, False) in found.moments)
+        if "exp_avg" in kinds and SECOND in state and not theirs and math.isfinite(most := largest_first(training)):
+            bound = state[SECOND].sqrt().mul_(most)
+            state["exp_avg"].clamp_(-bound, bound)
     return own
+
+
+def largest_first(training: TrainingSettings) -> float:
+    """Times the root of a value's second moment that its first one is at most, whatever its gradients were: by the
+    inequality of Cauchy and Schwarz over the two sums that they are. Infinite where second moments forget sooner."""
+    share = training.beta1**2 / training.beta2 if training.beta2 else math.inf
+    return (1 - training.beta1) / math.sqrt((1 - training.beta2) * (1 - share)) if share < 1 else math.inf

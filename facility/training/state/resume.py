@@ -147,15 +147,21 @@ def restore_state(
                 directory, engine.optimizer, engine.parts, previous.optimizer_steps, betas=previous.betas
             )
         progress.optimizer_steps = previous.optimizer_steps
+    brought: frozenset[str] = frozenset()
     if training.optimizer_state == "shared":
         with agree_on_failure(engine.ranks):
-            progress.optimizer_steps, _ = second_moments.take_over(
+            progress.optimizer_steps, brought = second_moments.take_over(
                 request.model, engine.optimizer, engine.parts, beta2=training.beta2, steps=progress.optimizer_steps
             )
     if training.travelling_moments:
         with agree_on_failure(engine.ranks):
             progress.optimizer_steps = moments.take_over(
-                request.model, engine.optimizer, engine.parts, training, steps=progress.optimizer_steps
+                request.model,
+                engine.optimizer,
+                engine.parts,
+                training,
+                steps=progress.optimizer_steps,
+                brought=brought,
             )
     return progress
 

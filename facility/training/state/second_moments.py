@@ -76,16 +76,16 @@ def take_over(
     *,
     beta2: float,
     steps: int,
-) -> tuple[int, str]:
+) -> tuple[int, frozenset[str]]:
     """Replace second moments by those received with the model, of the parameters that have one; returns the step count
-    and a reason.
+    and the parameters that the model brings one for.
 
     A facility without state of its own (`steps` is 0) begins with the others' step count, since a zero step count would
     make AdamW divide the shared moments by 1 - beta2. Parameters that the model brings none for keep their own, or
     begin anew where there are none either, and Muon's matrices have none.
     """
     if not has_factors(model):
-        return steps, "the model brings no second moments: this facility's own are used"
+        return steps, frozenset()
     factors, seen = read_factors(model, {part.name: part.shape for part in parts} | _unknown_shapes(model, parts))
     own = steps or max(1, round(seen))
     for part in parts:
@@ -98,7 +98,7 @@ def take_over(
         if one is not None and part.tensor.numel():
             values = one.rebuilt(part.first, len(part.tensor) if part.shape else 1) * np.float32(1.0 - beta2**own)
             state[SECOND].copy_(torch.from_numpy(values).reshape(part.tensor.shape))
-    return own, f"second moments of {len(factors)} parameters came with the model"
+    return own, frozenset(factors)
 
 
 def _unknown_shapes(model: Path, parts: Sequence[LocalShard]) -> dict[str, tuple[int, ...]]:
