@@ -139,7 +139,7 @@ def test_steps_their_products_and_their_sum(monkeypatch: pytest.MonkeyPatch, upd
     assert without[1] is None and np.array_equal(without[2], ours[2]) and np.array_equal(without[3], ours[3])
 
 
-@pytest.fixture(scope="module", params=["x86-64", "haswell"])
+@pytest.fixture(scope="module", params=[pytest.param("x86-64", marks=pytest.mark.slow), "haswell"])
 def narrower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The library for processors with narrower registers."""
     processor = request.param

@@ -259,7 +259,9 @@ def test_one_rank_measures_every_kind_of_unit(tmp_path: Path, capsys: pytest.Cap
     assert raw["devices"][0]["memory_bytes"] > 1e8
 
 
-@pytest.mark.parametrize(("family", "task"), [("bert", "masked-lm"), ("gpt2", "causal-lm")])
+@pytest.mark.parametrize(
+    ("family", "task"), [pytest.param("bert", "masked-lm", marks=pytest.mark.slow), ("gpt2", "causal-lm")]
+)
 def test_other_architectures_are_measured_too(tmp_path: Path, family: str, task: str):
     model = save_pico(tmp_path / "model", family)
     out = tmp_path / "profile.json"

@@ -94,7 +94,7 @@ def test_the_hand_layout_costs_what_the_facts_say():
     assert grid_cost(costs_of(problem), grid) == pytest.approx(49.2184, abs=5e-5)
 
 
-@pytest.mark.parametrize("seed", slow_but([0, 1], range(4)))
+@pytest.mark.parametrize("seed", slow_but([0], range(4)))
 def test_brute_force_on_six_devices(seed):
     problem = random_case(seed)
     costs = costs_of(problem)

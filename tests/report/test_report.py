@@ -184,7 +184,7 @@ def test_a_job_that_waits_for_its_model_takes_the_place_of_its_facilitys_wait_al
         pytest.param(8, 3, True, True, True, marks=pytest.mark.slow),
         pytest.param(64, 10, True, False, True, marks=pytest.mark.slow),
         pytest.param(2, 2, False, False, False, marks=pytest.mark.slow),
-        (3, 0, True, True, False),
+        pytest.param(3, 0, True, True, False, marks=pytest.mark.slow),
     ],
 )
 def test_every_kind_of_federation_has_a_page_of_its_own(

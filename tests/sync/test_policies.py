@@ -44,7 +44,7 @@ def test_every_policy_ends_with_one_model(policy: str):
 
 
 @pytest.mark.parametrize("policy", ["allreduce", "central_ps", "sharded_ps"])
-@pytest.mark.parametrize("announce", [True, False])
+@pytest.mark.parametrize("announce", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gradient_policies_equal_one_process_with_the_whole_batch(policy: str, announce: bool):
     weights = (1.0, 3.0, 2.0)
     settings = settings_of(policy=policy, bucket_bytes=64)

@@ -31,7 +31,7 @@ def build(family: str, factory: str = "AutoModelForCausalLM", **changes: Any) ->
         ("gpt2", "AutoModelForCausalLM", True),
         ("bloom", "AutoModelForCausalLM", True),
         ("deepseek_v3", "AutoModelForCausalLM", True),
-        ("gemma4_text", "AutoModelForCausalLM", True),
+        pytest.param("gemma4_text", "AutoModelForCausalLM", True, marks=pytest.mark.slow),
         ("llama", "AutoModelForSequenceClassification", True),
         ("bert", "AutoModelForMaskedLM", False),
         ("albert", "AutoModelForMaskedLM", False),
