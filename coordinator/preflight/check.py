@@ -129,9 +129,12 @@ def _check(federation: Federation, *, link: bool, submit: bool, progress: Callab
     same = check_same_base({name: one.base_model for name in unstated if (one := answered[name]) is not None})
     if model is not None:
         shared = {name: shared_tokens(one.task, one.separate, one.block_tokens) for name, one in datasets.items()}
-        here += check_fitting(federation, {name: answer.task for name, answer in datasets.items()}, shared)
-        if not any(row.check == "layout" for row in here):
-            here += check_stages(federation, datasets, model)
+        with reported_meanwhile(
+            lambda: "the facilities have answered; what the trainer makes of the model is being looked at", progress
+        ):
+            here += check_fitting(federation, {name: answer.task for name, answer in datasets.items()}, shared)
+            if not any(row.check == "layout" for row in here):
+                here += check_stages(federation, datasets, model)
     here += archived
     here += check_chat_template(federation.path(federation.model), datasets)
     alike = check_alike(datasets) + check_claims(federation.claims, datasets)

@@ -80,3 +80,21 @@ def test_a_run_says_that_it_checks_what_it_needs_here(tmp_path: Path, monkeypatc
     with pytest.raises(typer.Exit) as ended:
         run(path, quiet=True, log=None, despite_check=False, accept=False)
     assert ended.value.exit_code == 0
+
+
+def test_a_check_says_that_it_looks_at_the_model_once_facilities_have_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It imports transformers, and for a pipeline starts a process that imports torch, on a login node's disk."""
+    said = threading.Event()
+
+    def heard(text: str) -> None:
+        if "is being looked at" in text:
+            said.set()
+
+    monkeypatch.setattr(console, "REPORT_SECONDS", 0.02)
+    monkeypatch.setattr(check, "check_here", lambda _: ([], object()))
+    monkeypatch.setattr(check, "check_facility", lambda *_, **__: ([], None))
+    monkeypatch.setattr(check, "check_fitting", lambda *_: [] if said.wait(20) else pytest.fail("nothing was said"))
+    rows = check.check(write_federation(tmp_path, ["a"]), progress=heard)
+    assert said.is_set() and "fail" not in {row.verdict for row in rows if row.check == "federation.yml"}
