@@ -59,4 +59,11 @@ def test_a_federation_ends_at_the_stated_epsilon_without_the_facility_that_has_s
         assert (ledger.count("training"), ledger.count("validation")) == (8, 5)
     assert ledger_of(tmp_path, "spent").count("training") == 40
     report = data_of(read_federation(path))
-    assert set(report["privacy"]["facilities"]) == {"north", "south"} and report["privacy"]["stated"] == 8
+    told = report["privacy"]["facilities"]
+    assert set(told) == set(names) and report["privacy"]["stated"] == 8
+    assert all(told[name]["spent"] <= 8 and told[name]["steps"] == 8 for name in names[:2])
+    # It trains no more, but its noised loss of the final model is one more release of its validation data.
+    assert ledger_of(tmp_path, "spent").count("validation") == 1
+    assert (
+        told["spent"]["steps"] == 40 and 0 < told["spent"]["spent_on_validation"] < told["north"]["spent_on_validation"]
+    )
