@@ -9,19 +9,17 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import get_args
 
 from facility.exchange.command_line import parse_arguments
 from facility.exchange.errors import exit_on_error
 from facility.exchange.logs import add_log_options
-from facility.exchange.task_words import Task
+from facility.exchange.task_words import TEXT_TASKS
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m facility.stages", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face checkpoint")
-    texts = [task for task in get_args(Task) if task != "image-classification"]
-    parser.add_argument("--task", choices=texts, default="causal-lm", help="of the dataset (default causal-lm)")
+    parser.add_argument("--task", choices=TEXT_TASKS, default="causal-lm", help="of the dataset (default causal-lm)")
     parser.add_argument("--tokens", type=int, default=512, metavar="N", help="tokens of a block (default 512)")
     add_log_options(parser)
     arguments = parse_arguments(parser)

@@ -12,12 +12,12 @@ from coordinator.preflight.bounded_process import TooMuchOutput, run_bounded
 from coordinator.preflight.probe_answer import DatasetAnswer
 from coordinator.preflight.row import Row, fail, ok, skipped
 from facility.exchange.errors import ERROR
+from facility.exchange.exit_codes import ExitCode
 from facility.exchange.messages.strict_json import clean_text
+from facility.exchange.task_words import TEXT_TASKS
 
 CHECK = "stages"
 SECONDS = 600.0
-REFUSED = 2
-TEXTS = ("causal-lm", "chat", "preference", "masked-lm", "classification")
 
 
 def check_stages(federation: Federation, datasets: Mapping[str, DatasetAnswer], model: ModelFigures) -> list[Row]:
@@ -27,13 +27,13 @@ def check_stages(federation: Federation, datasets: Mapping[str, DatasetAnswer], 
     rows = []
     for one in federation.facilities:
         answer = datasets.get(one.name)
-        if not _is_pipeline(federation, one) or answer is None or answer.task not in TEXTS:
+        if not _is_pipeline(federation, one) or answer is None or answer.task not in TEXT_TASKS:
             continue
         asked = (str(answer.task), answer.block_tokens or model.positions or 1024)
         if asked not in said:
             said[asked] = _ask(str(federation.path(federation.model)), *asked)
         code, words = said[asked]
-        if code == REFUSED:
+        if code == ExitCode.INPUT:
             rows.append(
                 fail(one.name, CHECK, words, "correct training.layout in federation.yml, or take another model")
             )

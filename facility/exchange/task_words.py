@@ -15,6 +15,7 @@ from facility.exchange.perplexity import perplexity
 
 Task = Literal["causal-lm", "chat", "preference", "masked-lm", "classification", "image-classification"]
 """What `facility.prepare --task` prepares a dataset for."""
+TEXT_TASKS: tuple[Task, ...] = tuple(task for task in get_args(Task) if task != "image-classification")
 OWN = "own"
 """In a report: the losses are of something else, which its own trainer alone knows."""
 
